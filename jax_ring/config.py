@@ -1,0 +1,118 @@
+"""Every setting of jax_ring: the environment variables it reads, and how to override them.
+
+| variable             | values            | default | meaning                                         |
+|----------------------|-------------------|---------|-------------------------------------------------|
+| JAX_RING_ALGORITHM   | ring, xla         | ring    | what `algorithm="auto"` means                   |
+| JAX_RING_UNROLL      | integer, 1 or more | 32     | longer runs of like steps become a loop         |
+| JAX_RING_NATIVE      | 0, 1              | 1       | 0: do not build (at install) or load the native |
+|                      |                   |         | module                                          |
+
+Settings are read while a function is traced; a function that is compiled already does not change.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import dataclasses
+import os
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+ALGORITHMS = ("auto", "ring", "xla")
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """The settings in force.
+
+    Attributes:
+      algorithm: what `algorithm="auto"` means: "ring" or "xla".
+      unroll: runs of at most this many like steps are unrolled, so that XLA can fuse and overlap
+        them; longer ones become a loop, so that the program's size does not grow with the ranks.
+      native: whether the native module may be loaded.
+    """
+
+    algorithm: str = "ring"
+    unroll: int = 32
+    native: bool = True
+
+    def __post_init__(self) -> None:
+        """Rejects what no setting can be."""
+        if self.algorithm not in ("ring", "xla"):
+            raise ValueError(
+                f"algorithm (JAX_RING_ALGORITHM) must be 'ring' or 'xla', got {self.algorithm!r}"
+            )
+        if isinstance(self.unroll, bool) or not isinstance(self.unroll, int) or self.unroll < 1:
+            raise ValueError(
+                f"unroll (JAX_RING_UNROLL) must be an integer of at least 1, got {self.unroll!r}"
+            )
+        if not isinstance(self.native, bool):
+            raise ValueError(f"native (JAX_RING_NATIVE) must be a bool, got {self.native!r}")
+
+    @classmethod
+    def from_environment(cls, environment: Mapping[str, str] = os.environ) -> Settings:
+        """Reads the environment variables.
+
+        Args:
+          environment: the variables, by default the process's.
+
+        Returns:
+          The settings; those that are not set have their defaults.
+
+        Raises:
+          ValueError: naming a variable whose value is not allowed, and what is.
+        """
+        found: dict[str, Any] = {}
+        if "JAX_RING_ALGORITHM" in environment:
+            found["algorithm"] = environment["JAX_RING_ALGORITHM"].strip().lower()
+        if "JAX_RING_UNROLL" in environment:
+            found["unroll"] = _parse(environment, "JAX_RING_UNROLL", int, "an integer")
+        if "JAX_RING_NATIVE" in environment:
+            flags = {"0": False, "false": False, "1": True, "true": True}
+            found["native"] = _parse(environment, "JAX_RING_NATIVE", lambda v: flags[v], "0 or 1")
+        return cls(**found)
+
+
+def _parse(environment: Mapping[str, str], name: str, parse: Any, wanted: str) -> Any:
+    text = environment[name].strip().lower()
+    try:
+        return parse(text)
+    except (ValueError, KeyError):
+        raise ValueError(f"{name} must be {wanted}, got {environment[name]!r}") from None
+
+
+settings = Settings.from_environment()
+_current: contextvars.ContextVar[Settings] = contextvars.ContextVar("jax_ring", default=settings)
+
+
+def current() -> Settings:
+    """The settings in force where this is called."""
+    return _current.get()
+
+
+@contextlib.contextmanager
+def config(**changes: Any) -> Iterator[Settings]:
+    """Changes settings for what is traced inside a with statement.
+
+    Args:
+      **changes: fields of `Settings`.
+
+    Yields:
+      The settings in force.
+
+    Raises:
+      TypeError: for a name that is no setting.
+      ValueError: for a value that is not allowed.
+
+    Example:
+      >>> import jax_ring
+      >>> with jax_ring.config(unroll=4) as settings:
+      ...     settings.unroll
+      4
+    """
+    token = _current.set(dataclasses.replace(_current.get(), **changes))
+    try:
+        yield _current.get()
+    finally:
+        _current.reset(token)

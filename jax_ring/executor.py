@@ -1,0 +1,552 @@
+"""Turns a schedule into a program: the only place that emits communication.
+
+A `Plan` is made once for each schedule by looking at its tables: which steps can forward the value
+that the step before produced, which must store what they produce, and which runs of steps are
+alike and may become a loop. Executing it is then a `ppermute`, a slice and a reduction a step.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, cast
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jax_ring.schedules import Kind, Op, Schedule, Step
+from jax_ring.schedules.schedule import Perm, Table, affine
+
+Array = jax.Array
+Groups = tuple[tuple[int, ...], ...]
+
+
+# --- planning ------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Segment:
+    """Consecutive steps of one run that execute alike.
+
+    Attributes:
+      first: the first step.
+      count: how many steps.
+      advance: what the chunk indices of each next step are ahead.
+      start: the index of the first step in the schedule.
+      load_first: whether the first step sends chunks from the buffer; otherwise it forwards the
+        value that the step before produced.
+      load_rest: the same for all steps after the first.
+      store: whether what the steps produce is written to the buffer.
+    """
+
+    first: Step
+    count: int
+    advance: int
+    start: int
+    load_first: bool
+    load_rest: bool
+    store: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """How a schedule is executed.
+
+    Attributes:
+      segments: the steps, in order.
+      partial_sums_stored: whether the buffer holds partial sums on the way. It must then have the
+        type of the sums; otherwise only finished values are written to it.
+      result_is_last_value: whether what the last step produces is a reduce-scatter's result.
+    """
+
+    segments: tuple[Segment, ...]
+    partial_sums_stored: bool
+    result_is_last_value: bool
+
+
+@functools.lru_cache(maxsize=256)
+def plan(schedule: Schedule) -> Plan:
+    """Plans the execution of a schedule: O(ranks x steps) once, cached."""
+    steps = list(schedule.steps)
+    forwards = [_forwards(steps, i) for i in range(len(steps))]
+    if schedule.kind is Kind.ALL_GATHER and steps:
+        # A rank starts with its own chunk in hand.
+        forwards[0] = _same_chunks(steps[0], steps[0].send, _own_chunks(schedule))
+    last_value = (
+        schedule.kind is Kind.REDUCE_SCATTER
+        and bool(steps)
+        and len(steps[-1].perm) == schedule.ranks
+        and np.array_equal(steps[-1].recv, _own_chunks(schedule))
+    )
+    stores, partial = _liveness(schedule, steps, forwards, last_value)
+    return Plan(tuple(_segments(schedule, forwards, stores)), partial, last_value)
+
+
+def _own_chunks(schedule: Schedule) -> Table:
+    per_rank = schedule.chunks // schedule.ranks
+    return np.arange(schedule.ranks * per_rank, dtype=np.int64).reshape(schedule.ranks, per_rank)
+
+
+def _same_chunks(step: Step, wanted: Table, held: Table) -> bool:
+    sources = [source for source, _ in step.perm]
+    return np.array_equal(wanted[sources], held[sources])
+
+
+def _forwards(steps: list[Step], i: int) -> bool:
+    """Whether all that step i sends is just what step i-1 produced on the sending ranks."""
+    if i == 0:
+        return False
+    produced = {target for _, target in steps[i - 1].perm}
+    return all(source in produced for source, _ in steps[i].perm) and _same_chunks(
+        steps[i], steps[i].send, steps[i - 1].recv
+    )
+
+
+def _liveness(
+    schedule: Schedule, steps: list[Step], forwards: list[bool], last_value: bool
+) -> tuple[list[bool], bool]:
+    """Walks the steps backwards: what must be stored, and whether partial sums are.
+
+    `live` marks the chunks that are read from the buffer later on; `reduced` those that are read
+    to be reduced further.
+    """
+    live = np.zeros((schedule.ranks, schedule.chunks), bool)
+    reduced = np.zeros_like(live)
+    if schedule.kind is not Kind.REDUCE_SCATTER:
+        live[:] = True
+    elif not last_value:
+        np.put_along_axis(live, _own_chunks(schedule), True, axis=1)
+    stores = [False] * len(steps)
+    partial = False
+    for i in reversed(range(len(steps))):
+        step = steps[i]
+        targets = np.array([target for _, target in step.perm], int)
+        sources = np.array([source for source, _ in step.perm], int)
+        written = (targets[:, None], step.recv[targets])
+        stores[i] = bool(live[written].any())
+        if step.op is Op.REDUCE:
+            forwarded_on = i + 1 < len(steps) and forwards[i + 1]
+            sum_goes_on = forwarded_on and steps[i + 1].op is Op.REDUCE
+            partial |= stores[i] and (sum_goes_on or bool(reduced[written].any()))
+            live[written] = reduced[written] = True
+        else:
+            live[written] = reduced[written] = False
+        if not forwards[i]:
+            live[sources[:, None], step.send[sources]] = True
+            if step.op is Op.REDUCE:
+                reduced[sources[:, None], step.send[sources]] = True
+    return stores, partial
+
+
+def _segments(schedule: Schedule, forwards: list[bool], stores: list[bool]) -> Iterator[Segment]:
+    index = 0
+    for run in schedule.steps.runs:
+        end = index + run.count
+        start = index
+        while start < end:
+            stop = start + 1
+            while (
+                stop < end
+                and stores[stop] == stores[start]
+                and forwards[stop] == forwards[min(start + 1, end - 1)]
+            ):
+                stop += 1
+            first = run.first.advanced((start - index) * run.advance, schedule.chunks)
+            rest = forwards[start + 1] if stop > start + 1 else True
+            yield Segment(
+                first, stop - start, run.advance, start, not forwards[start], not rest,
+                stores[start],
+            )
+            start = stop
+        index = end
+
+
+# --- ranks and messages --------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Communicator:
+    """The ranks that take part, and how they reach each other.
+
+    Attributes:
+      axes: the mesh axes in the caller's order, major first.
+      sizes: their sizes.
+      groups: the groups of ranks that communicate among themselves, all of one size; None for
+        one group of all. Ranks that are in no group take part in nothing.
+      mesh_order: the same axes in the mesh's order, which `ppermute` wants.
+      emulated: whether the axis is a vmapped one, whose permutations must be full.
+    """
+
+    axes: tuple[str, ...]
+    sizes: tuple[int, ...]
+    groups: Groups | None = None
+    mesh_order: tuple[str, ...] = ()
+    emulated: bool = False
+
+    @property
+    def world(self) -> int:
+        """Ranks on the axes, over all groups."""
+        return math.prod(self.sizes)
+
+    @property
+    def size(self) -> int:
+        """Ranks in a group."""
+        return self.world if self.groups is None else len(self.groups[0])
+
+    @property
+    def everyone(self) -> bool:
+        """Whether every device is in one of the groups."""
+        return self.groups is None or len(self.groups) * self.size == self.world
+
+    def takes_part(self) -> Array:
+        """Whether this device is in one of the groups."""
+        return self.lookup(self.index(), np.ones(self.size, np.int64), 2) == 1
+
+    def rank(self) -> Array:
+        """This device's rank in its group."""
+        return self.lookup(self.index(), np.arange(self.size), self.size)
+
+    def index(self) -> Array:
+        """This device's index along the axes, in the caller's order."""
+        index: Array | int = 0
+        for axis, size in zip(self.axes, self.sizes, strict=True):
+            index = index * size + lax.axis_index(axis)
+        return jnp.asarray(index, jnp.int32)
+
+    def lookup(self, index: Array, column: Table, modulus: int) -> Array:
+        """The entry, for the device at `index`, of a column with one for each rank of a group."""
+        full = np.asarray(column)
+        if self.groups is not None:
+            full = np.zeros(self.world, np.int64)
+            for group in self.groups:
+                full[list(group)] = column
+        form = affine(full, modulus)
+        if form is None:
+            table = jnp.asarray(full, jnp.int32)
+            return lax.dynamic_index_in_dim(table, index, keepdims=False)
+        a, b = form
+        if a == 0:
+            return jnp.int32(b)
+        return lax.rem(index * jnp.int32(a) + jnp.int32(b), jnp.int32(modulus))
+
+    def member(self, index: Array, ranks: Sequence[int]) -> Array:
+        """Whether the device at `index` is one of some ranks of its group."""
+        column = np.zeros(self.size, np.int64)
+        column[list(ranks)] = 1
+        return self.lookup(index, column, 2) == 1
+
+    def permute(self, x: Array, perm: Perm) -> Array:
+        """Sends x along perm, in every group at once."""
+        pairs = [(s, d) for s, d in perm]
+        if self.groups is not None:
+            pairs = [(group[s], group[d]) for group in self.groups for s, d in perm]
+        pairs = [(self._in_mesh_order(s), self._in_mesh_order(d)) for s, d in pairs]
+        if self.emulated:
+            pairs = _completed(pairs, self.world)
+        axes = self.mesh_order or self.axes
+        bits, restore = _as_bits(x)
+        return restore(lax.ppermute(bits, axes if len(axes) > 1 else axes[0], pairs))
+
+    def _in_mesh_order(self, index: int) -> int:
+        if not self.mesh_order or self.mesh_order == self.axes:
+            return index
+        position = dict(zip(self.axes, np.unravel_index(index, self.sizes), strict=True))
+        size = dict(zip(self.axes, self.sizes, strict=True))
+        return int(
+            np.ravel_multi_index(
+                [int(position[axis]) for axis in self.mesh_order],
+                [size[axis] for axis in self.mesh_order],
+            )
+        )
+
+
+def _completed(pairs: list[tuple[int, int]], world: int) -> list[tuple[int, int]]:
+    """Extends a partial permutation to a full one; what the added pairs carry is not looked at."""
+    sources = {source for source, _ in pairs}
+    targets = {target for _, target in pairs}
+    idle_sources = [r for r in range(world) if r not in sources]
+    idle_targets = [r for r in range(world) if r not in targets]
+    return pairs + list(zip(idle_sources, idle_targets, strict=True))
+
+
+def _as_bits(x: Array) -> tuple[Array, Callable[[Array], Array]]:
+    """Narrow floats travel as integers, or XLA:CPU widens them (bfloat16 to float32) on the way."""
+    dtype = x.dtype
+    if not jnp.issubdtype(dtype, jnp.floating) or dtype.itemsize > 2:
+        return x, lambda y: y
+    bits = jnp.uint16 if dtype.itemsize == 2 else jnp.uint8
+    return lax.bitcast_convert_type(x, bits), lambda y: lax.bitcast_convert_type(y, dtype)
+
+
+# --- executing -----------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Arithmetic:
+    """How chunks are reduced.
+
+    Attributes:
+      combine: the associative and commutative function of two arrays.
+      dtype: the type in which partial results are held and travel.
+      finish: applied to each finished chunk once, by the rank that finishes it, before the result
+        is rounded to the type of the data; None for nothing.
+    """
+
+    combine: Callable[[Array, Array], Array]
+    dtype: Any
+    finish: Callable[[Array], Array] | None = None
+
+
+class _Execution:
+    """A schedule being traced over one buffer with a dimension of chunks."""
+
+    def __init__(
+        self,
+        schedule: Schedule,
+        comm: Communicator,
+        arithmetic: Arithmetic | None,
+        axis: int,
+        dtype: Any,
+        label: str,
+    ) -> None:
+        self.schedule, self.comm, self.axis, self.label = schedule, comm, axis, label
+        self.plan = plan(schedule)
+        self.index = comm.index()
+        self.result_dtype = dtype
+        self.arithmetic = arithmetic or Arithmetic(lambda a, b: a, dtype)
+        self.buffer_dtype = self.arithmetic.dtype if self.plan.partial_sums_stored else dtype
+        # Whether the value in hand is a sum that `finish` has not been applied to.
+        self.unfinished = False
+
+    def finish(self, value: Array) -> Array:
+        """What a finished chunk looks like in the result."""
+        if self.arithmetic.finish is not None:
+            value = self.arithmetic.finish(value)
+        return value.astype(self.result_dtype)
+
+    def load(self, buffer: Array, rows: list[Array] | Array | None, k: int) -> Array:
+        """Reads k chunks; `rows` as `_rows` gives it."""
+        if rows is None:
+            return buffer
+        if isinstance(rows, list):
+            parts = [self.load(buffer, row, 1) for row in rows]
+            return lax.concatenate(parts, self.axis)
+        sizes = list(buffer.shape)
+        sizes[self.axis] = k
+        return lax.dynamic_slice(
+            buffer, self._starts(buffer, rows), sizes, allow_negative_indices=False
+        )
+
+    def store(self, buffer: Array, value: Array, rows: list[Array] | Array | None) -> Array:
+        """Writes chunks where `load` would read them."""
+        if rows is None:
+            return value
+        if isinstance(rows, list):
+            for i, row in enumerate(rows):
+                part = lax.slice_in_dim(value, i, i + 1, axis=self.axis)
+                buffer = self.store(buffer, part, row)
+            return buffer
+        starts = self._starts(buffer, rows)
+        return lax.dynamic_update_slice(buffer, value, starts, allow_negative_indices=False)
+
+    def _starts(self, buffer: Array, row: Array) -> list[Array]:
+        zero = jnp.zeros((), row.dtype)
+        return [row if d == self.axis else zero for d in range(buffer.ndim)]
+
+    def rows(self, table: Table, t: Array | int, advance: int) -> list[Array] | Array | None:
+        """Where this rank's chunks are: one start, k separate ones, or None for all of them."""
+        chunks, k = self.schedule.chunks, table.shape[1]
+        span = np.arange(k)
+        if k == chunks and (table == span).all():
+            return None
+        stays = advance == 0
+        if k == 1 or (stays and (table == table[:, :1] + span).all()):
+            return self._row(table[:, 0], t, advance)
+        return [self._row(table[:, i], t, advance) for i in range(k)]
+
+    def _row(self, column: Table, t: Array | int, advance: int) -> Array:
+        chunks = self.schedule.chunks
+        if isinstance(t, int):
+            return self.comm.lookup(self.index, (column + t * advance) % chunks, chunks)
+        base = self.comm.lookup(self.index, column, chunks)
+        return lax.rem(base + t.astype(jnp.int32) * jnp.int32(advance), jnp.int32(chunks))
+
+    def step(
+        self, segment: Segment, t: Array | int, buffer: Array, value: Array | None
+    ) -> tuple[Array, Array]:
+        """One step: send, reduce or copy what arrives, store it if it is read again."""
+        step, advance = segment.first, segment.advance
+        if value is None:
+            value = self.load(buffer, self.rows(step.send, t, advance), step.k)
+        reduce = step.op is Op.REDUCE
+        value = self.comm.permute(self._outgoing(step.op, value), step.perm)
+        rows = self.rows(step.recv, t, advance)
+        if reduce:
+            local = self.load(buffer, rows, step.k).astype(self.arithmetic.dtype)
+            value = self.arithmetic.combine(value, local)
+        self.unfinished = reduce and not self.plan.partial_sums_stored
+        if not segment.store:
+            return buffer, value
+        value = self._finished(value)
+        kept = value
+        if len(step.perm) < self.comm.size:
+            # Ranks that no one sends to keep what they have.
+            receives = self.comm.member(self.index, [target for _, target in step.perm])
+            kept = jnp.where(receives, value, self.load(buffer, rows, step.k))
+        return self.store(buffer, kept, rows), value
+
+    def _outgoing(self, op: Op, value: Array) -> Array:
+        """Sums travel in the type of the arithmetic, finished values in the result's."""
+        if op is Op.REDUCE:
+            return value.astype(self.arithmetic.dtype)
+        return self._finished(value)
+
+    def _finished(self, value: Array) -> Array:
+        """Finishes the value in hand if that is still to be done."""
+        if self.unfinished:
+            value, self.unfinished = self.finish(value), False
+        return value
+
+    def segment(
+        self, segment: Segment, buffer: Array, value: Array | None, unroll: int
+    ) -> tuple[Array, Array]:
+        """All steps of a segment, unrolled or as a loop."""
+        phase = "reduce_scatter" if segment.first.op is Op.REDUCE else "all_gather"
+        if segment.load_first:
+            value, self.unfinished = None, False
+        if segment.count <= unroll:
+            for t in range(segment.count):
+                with jax.named_scope(f"{self.label}/{phase}/{segment.start + t}"):
+                    if t and segment.load_rest:
+                        value, self.unfinished = None, False
+                    buffer, value = self.step(segment, t, buffer, value)
+            return buffer, cast(Array, value)
+        with jax.named_scope(f"{self.label}/{phase}/loop"):
+            return self._loop(segment, buffer, value)
+
+    def _loop(self, segment: Segment, buffer: Array, value: Array | None) -> tuple[Array, Array]:
+        step = segment.first
+        if value is None:
+            value = self.load(buffer, self.rows(step.send, 0, 0), step.k)
+        value = self._outgoing(step.op, value)
+        if not segment.store:
+            # The buffer is only read, so the loop does not carry it.
+            return buffer, lax.fori_loop(
+                0, segment.count, lambda t, v: self._iterate(segment, t, buffer, v)[1], value
+            )
+        return lax.fori_loop(
+            0, segment.count, lambda t, carry: self._iterate(segment, t, *carry), (buffer, value)
+        )
+
+    def _iterate(
+        self, segment: Segment, t: Array, buffer: Array, value: Array
+    ) -> tuple[Array, Array]:
+        buffer, produced = self.step(segment, t, buffer, None if segment.load_rest else value)
+        return buffer, produced.astype(value.dtype)
+
+    def run(self, buffer: Array, value: Array | None, unroll: int) -> tuple[Array, Array | None]:
+        """All segments."""
+        for segment in self.plan.segments:
+            buffer, value = self.segment(segment, buffer, value, unroll)
+        return buffer, value
+
+
+def all_reduce(
+    schedule: Schedule,
+    buffer: Array,
+    comm: Communicator,
+    arithmetic: Arithmetic,
+    *,
+    axis: int,
+    unroll: int,
+    label: str,
+) -> Array:
+    """Executes an all-reduce.
+
+    Args:
+      schedule: of kind ALL_REDUCE, for `comm.size` ranks.
+      buffer: the local data, with dimension `axis` of `schedule.chunks`.
+      comm: who takes part.
+      arithmetic: how chunks are reduced.
+      axis: the dimension of chunks.
+      unroll: longer segments become loops.
+      label: names the steps in a profile.
+
+    Returns:
+      The reduced buffer, of the same shape and dtype.
+    """
+    run = _Execution(schedule, comm, arithmetic, axis, buffer.dtype, label)
+    result, _ = run.run(buffer.astype(run.buffer_dtype), None, unroll)
+    return run.finish(result) if run.plan.partial_sums_stored else result
+
+
+def reduce_scatter(
+    schedule: Schedule,
+    buffer: Array,
+    comm: Communicator,
+    arithmetic: Arithmetic,
+    *,
+    axis: int,
+    unroll: int,
+    label: str,
+) -> Array:
+    """Executes a reduce-scatter.
+
+    Args:
+      schedule: of kind REDUCE_SCATTER, for `comm.size` ranks.
+      buffer: the local data, with dimension `axis` of `schedule.chunks`.
+      comm: who takes part.
+      arithmetic: how chunks are reduced.
+      axis: the dimension of chunks.
+      unroll: longer segments become loops.
+      label: names the steps in a profile.
+
+    Returns:
+      This rank's chunks, reduced: `buffer` with dimension `axis` of chunks / ranks.
+    """
+    run = _Execution(schedule, comm, arithmetic, axis, buffer.dtype, label)
+    result, value = run.run(buffer.astype(run.buffer_dtype), None, unroll)
+    if not run.plan.result_is_last_value or value is None:
+        own = _own_chunks(schedule)
+        value = run.load(result, run.rows(own, 0, 0), own.shape[1])
+        run.unfinished = run.plan.partial_sums_stored
+    elif run.plan.partial_sums_stored:
+        run.unfinished = True
+    return run._finished(value)
+
+
+def all_gather(
+    schedule: Schedule,
+    chunk: Array,
+    comm: Communicator,
+    *,
+    axis: int,
+    unroll: int,
+    label: str,
+) -> Array:
+    """Executes an all-gather.
+
+    Args:
+      schedule: of kind ALL_GATHER, for `comm.size` ranks.
+      chunk: this rank's data, with dimension `axis` of chunks / ranks.
+      comm: who takes part.
+      axis: the dimension of chunks.
+      unroll: longer segments become loops.
+      label: names the steps in a profile.
+
+    Returns:
+      The chunks of all ranks: `chunk` with dimension `axis` of `schedule.chunks`.
+    """
+    run = _Execution(schedule, comm, None, axis, chunk.dtype, label)
+    # Copies of the own chunk everywhere: it is in its place, the others are overwritten.
+    copies = jnp.expand_dims(chunk, axis)
+    spread = list(copies.shape)
+    spread[axis] = schedule.ranks
+    merged = list(chunk.shape)
+    merged[axis] = schedule.chunks
+    buffer = jnp.broadcast_to(copies, spread).reshape(merged)
+    return run.run(buffer, chunk, unroll)[0]

@@ -1,0 +1,566 @@
+"""The typed primitives behind the collectives.
+
+In the type system of `jax.shard_map` a sum over an axis no longer varies over it, although it is
+made of `ppermute`s whose results do. No public function makes that step, so each collective is a
+primitive of its own: it says what its type is, how it differentiates and batches, and is lowered by
+tracing the executor.
+
+| primitive      | type                                  | transpose                               |
+|----------------|---------------------------------------|-----------------------------------------|
+| all_reduce     | varying -> invarying (checked types)  | cast to varying, no communication       |
+|                | unreduced -> invarying                | cast to reduced, no communication       |
+|                | varying -> varying (groups, or types  | all_reduce                              |
+|                | not checked)                          |                                         |
+| reduce_scatter | varying or unreduced -> varying       | all_gather, to varying or to reduced    |
+| all_gather     | varying -> varying, to='varying'      | reduce_scatter                          |
+|                | varying -> invarying, to='invarying'  | the own slice, no communication         |
+|                | varying -> reduced, to='reduced'      | reduce_scatter of an unreduced value    |
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import PartitionSpec
+
+from jax_ring import _compat, executor, layout
+from jax_ring.config import current
+from jax_ring.executor import Array, Communicator, Groups
+from jax_ring.schedules import Kind, Schedule, ring, ring_all_gather, ring_reduce_scatter
+
+Axes = tuple[str, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Reduction:
+    """What is computed from the values of all ranks.
+
+    Attributes:
+      name: "sum", "max", "min", "prod", or the name of a custom function.
+      combine: the associative and commutative function of two arrays.
+      identity: fills up uneven chunks; never part of a result.
+    """
+
+    name: str
+    combine: Callable[[Array, Array], Array]
+    identity: Any = 0
+
+
+SUM = Reduction("sum", lax.add)
+MAX = Reduction("max", lax.max)
+MIN = Reduction("min", lax.min)
+PROD = Reduction("prod", lax.mul)
+
+
+# --- who takes part, and by which schedule -------------------------------------------------------
+
+
+def axis_size(axes: Axes) -> int:
+    """The number of ranks along axes."""
+    return math.prod(lax.axis_size(axis) for axis in axes)
+
+
+def manual_axes(axes: Axes) -> Axes:
+    """Those of the axes that are manual mesh axes, not vmapped ones."""
+    manual = jax.sharding.get_abstract_mesh().manual_axes
+    return tuple(axis for axis in axes if axis in manual)
+
+
+def cast_varying(x: Array, axes: Axes) -> Array:
+    """Casts a value to varying over those axes where it is not yet."""
+    if not _compat.check_vma():
+        return x
+    have = _compat.varying(jax.typeof(x))
+    missing = tuple(axis for axis in manual_axes(axes) if axis not in have)
+    return lax.pcast(x, missing, to="varying") if missing else x
+
+
+def _communicators(axes: Axes, groups: Groups | None, emulated: bool) -> list[Communicator]:
+    """One communicator for each size of group."""
+    sizes = tuple(lax.axis_size(axis) for axis in axes)
+    mesh = jax.sharding.get_abstract_mesh().axis_names
+    order = tuple(sorted(axes, key=mesh.index)) if set(axes) <= set(mesh) else axes
+    if groups is None:
+        return [Communicator(axes, sizes, None, order, emulated)]
+    by_size: dict[int, list[tuple[int, ...]]] = {}
+    for group in groups:
+        by_size.setdefault(len(group), []).append(group)
+    return [Communicator(axes, sizes, tuple(g), order, emulated) for g in by_size.values()]
+
+
+_RINGS: dict[Kind, Callable[[int], Schedule]] = {
+    Kind.ALL_REDUCE: ring,
+    Kind.REDUCE_SCATTER: ring_reduce_scatter,
+    Kind.ALL_GATHER: ring_all_gather,
+}
+
+
+def _schedule(algorithm: str | Schedule, kind: Kind, ranks: int) -> Schedule:
+    return algorithm if isinstance(algorithm, Schedule) else _RINGS[kind](ranks)
+
+
+def _named(algorithm: str | Schedule) -> str:
+    """The algorithm of a transposed collective: a schedule computes one kind only."""
+    return algorithm if isinstance(algorithm, str) else "auto"
+
+
+def _arithmetic(
+    reduction: Reduction, mean: bool, ranks: int, reduce_dtype: Any
+) -> executor.Arithmetic:
+    def divide(value: Array) -> Array:
+        return value / ranks
+
+    return executor.Arithmetic(reduction.combine, reduce_dtype, divide if mean else None)
+
+
+def _label(reduction: Reduction, mean: bool) -> str:
+    names = {"sum": "psum", "max": "pmax", "min": "pmin"}
+    return "pmean" if mean else names.get(reduction.name, f"all_reduce_{reduction.name}")
+
+
+# --- all_reduce ----------------------------------------------------------------------------------
+
+
+def _all_reduce(
+    x: Array,
+    *,
+    axes: Axes,
+    groups: Groups | None,
+    reduction: Reduction,
+    mean: bool,
+    reduce_dtype: Any,
+    algorithm: str | Schedule,
+    invariant: bool,
+    emulated: bool = False,
+) -> Array:
+    """The program of an all-reduce, traced when it is lowered or emulated."""
+    del invariant
+    result = x
+    for comm in _communicators(axes, groups, emulated):
+        if comm.size == 1 or x.size == 0:
+            continue
+        schedule = _schedule(algorithm, Kind.ALL_REDUCE, comm.size)
+        division = layout.choose(x, schedule.chunks)
+        buffer = executor.all_reduce(
+            schedule,
+            division.divide(x, reduction.identity),
+            comm,
+            _arithmetic(reduction, mean, comm.size, reduce_dtype),
+            axis=division.axis,
+            unroll=current().unroll,
+            label=f"jax_ring.{_label(reduction, mean)}/{schedule.name}",
+        )
+        reduced = division.restore(buffer, x.shape)
+        result = reduced if comm.everyone else jnp.where(comm.takes_part(), reduced, result)
+    return result
+
+
+def _all_reduce_type(aval: Any, *, axes: Axes, invariant: bool, **_: Any) -> tuple[Any, set[Any]]:
+    _compat.check_axis_names(axes, "jax_ring.psum")
+    varying, unreduced = _compat.varying(aval), _compat.unreduced(aval)
+    if invariant:
+        varying, unreduced = varying - set(axes), unreduced - set(axes)
+    result = _compat.retype(aval, varying=varying, unreduced=unreduced)
+    return result, _compat.axis_effects(axes)
+
+
+def _all_reduce_jvp(
+    primals: tuple[Any, ...], tangents: tuple[Any, ...], **params: Any
+) -> tuple[Any, Any]:
+    (x,), (t,) = primals, tangents
+    y = all_reduce_p.bind(x, **params)
+    if _compat.zero_tangent(t):
+        return y, _compat.zero_like(y)
+    return y, _all_reduce_tangent(x, y, t, **params)
+
+
+def _all_reduce_tangent(
+    x: Array, y: Array, t: Array, *, reduction: Reduction, **params: Any
+) -> Array:
+    axes, groups = params["axes"], params["groups"]
+    if reduction == SUM:
+        result: Array = all_reduce_p.bind(t, reduction=SUM, **params)
+        return result
+    params = {**params, "reduction": SUM, "algorithm": _named(params["algorithm"])}
+    if reduction in (MAX, MIN):
+        # As jnp.max: the tangents of all ranks that hold the extremum count alike.
+        chosen = x == cast_varying(y, axes)
+        total = all_reduce_p.bind(jnp.where(chosen, t, jnp.zeros_like(t)), **params)
+        result = total / all_reduce_p.bind(chosen.astype(t.dtype), **params)
+        return result
+    if reduction == PROD and groups is None:
+        everyone = all_gather_p.bind(
+            x,
+            axes=axes,
+            groups=groups,
+            dimension=0,
+            tiled=False,
+            size=axis_size(axes),
+            to="varying",
+            algorithm=params["algorithm"],
+        )
+        own = lax.broadcasted_iota(jnp.int32, everyone.shape, 0) == _index(axes)
+        others = jnp.prod(jnp.where(own, jnp.ones_like(everyone), everyone), axis=0)
+        result = all_reduce_p.bind(t * others, **params)
+        return result
+    raise NotImplementedError(
+        f"op={reduction.name!r}{' with axis_index_groups' if groups else ''} has no derivative: "
+        "stop_gradient its operand, or give it one with jax.custom_jvp"
+    )
+
+
+def _index(axes: Axes) -> Array:
+    return Communicator(axes, tuple(lax.axis_size(axis) for axis in axes)).index()
+
+
+def _all_reduce_transpose(ct: Any, x: Any, **params: Any) -> tuple[Any]:
+    axes = params["axes"]
+    if not params["invariant"]:
+        return (all_reduce_p.bind(ct, **params),)
+    if params["mean"]:
+        ct = ct / axis_size(axes)
+    if _compat.unreduced(x.aval):
+        return (lax.pcast(ct, axes, to="reduced"),)
+    return (cast_varying(ct, axes),)
+
+
+def _all_reduce_batch(
+    axis_data: Any, values: tuple[Any, ...], dims: tuple[Any, ...], *, axes: Axes, **params: Any
+) -> tuple[Any, Any]:
+    (x,), (d,) = values, dims
+    if axis_data.name not in axes:
+        return all_reduce_p.bind(x, axes=axes, **params), d
+    groups = params["groups"]
+    rest = _without(axis_data.name, axes, groups)
+    if d is None and groups is None and params["reduction"] in (SUM, MAX, MIN):
+        # Known by every rank already, so nothing is sent.
+        summed = params["reduction"] == SUM and not params["mean"]
+        local, dim = x * jnp.asarray(axis_data.size, x.dtype) if summed else x, None
+    else:
+        here = (axis_data.name,)
+        local = _emulate(
+            lambda v: _all_reduce(v, axes=here, emulated=True, **params), x, d, axis_data
+        )
+        local, dim = (local[0], None) if groups is None else (local, 0)
+    return (all_reduce_p.bind(local, axes=rest, **params) if rest else local), dim
+
+
+def _without(name: str, axes: Axes, groups: Groups | None) -> Axes:
+    rest = tuple(axis for axis in axes if axis != name)
+    if rest and groups is not None:
+        raise NotImplementedError(
+            f"axis_index_groups over the axes {axes} where {name!r} is a vmapped axis: "
+            "reduce over one axis at a time"
+        )
+    return rest
+
+
+def _emulate(body: Callable[[Array], Array], x: Array, d: int | None, axis_data: Any) -> Array:
+    """Runs a collective over a vmapped axis: each row is a rank. The result is mapped at 0."""
+    if d is None:
+        x, d = jnp.broadcast_to(x, (axis_data.size, *jnp.shape(x))), 0
+    result: Array = jax.vmap(
+        body, in_axes=d, axis_name=axis_data.name, axis_size=axis_data.size
+    )(x)
+    return result
+
+
+all_reduce_p = _compat.collective_primitive(
+    "jax_ring_all_reduce",
+    abstract_eval=_all_reduce_type,
+    body=_all_reduce,
+    transpose=_all_reduce_transpose,
+    batch=_all_reduce_batch,
+    jvp=_all_reduce_jvp,
+)
+
+
+# --- reduce_scatter ------------------------------------------------------------------------------
+
+
+def _reduce_scatter(
+    x: Array,
+    *,
+    axes: Axes,
+    groups: Groups | None,
+    dimension: int,
+    tiled: bool,
+    size: int,
+    reduction: Reduction,
+    mean: bool,
+    reduce_dtype: Any,
+    algorithm: str | Schedule,
+    emulated: bool = False,
+) -> Array:
+    """The program of a reduce-scatter."""
+    (comm,) = _communicators(axes, groups, emulated)
+    shape = _scattered_shape(x.shape, dimension, tiled, size)
+    if size == 1 or x.size == 0:
+        return x.reshape(shape)
+    schedule = _schedule(algorithm, Kind.REDUCE_SCATTER, size)
+    blocks = (size, x.shape[dimension] // size) if tiled else (size,)
+    chunk = executor.reduce_scatter(
+        schedule,
+        x.reshape(*x.shape[:dimension], *blocks, *x.shape[dimension + 1 :]),
+        comm,
+        _arithmetic(reduction, mean, size, reduce_dtype),
+        axis=dimension,
+        unroll=current().unroll,
+        label=f"jax_ring.reduce_scatter/{schedule.name}",
+    )
+    return lax.squeeze(chunk, [dimension])
+
+
+def _scattered_shape(
+    shape: tuple[int, ...], dimension: int, tiled: bool, size: int
+) -> tuple[int, ...]:
+    blocks = (shape[dimension] // size,) if tiled else ()
+    return (*shape[:dimension], *blocks, *shape[dimension + 1 :])
+
+
+def _reduce_scatter_type(
+    aval: Any, *, axes: Axes, dimension: int, tiled: bool, size: int, **_: Any
+) -> tuple[Any, set[Any]]:
+    _compat.check_axis_names(axes, "jax_ring.psum_scatter")
+    spec = list(aval.sharding.spec)
+    if not tiled:
+        del spec[dimension]
+    result = _compat.retype(
+        aval,
+        varying=_compat.varying(aval) | (_compat.unreduced(aval) & set(axes)),
+        unreduced=_compat.unreduced(aval) - set(axes),
+        shape=_scattered_shape(aval.shape, dimension, tiled, size),
+        sharding=aval.sharding.update(spec=PartitionSpec(*spec)),
+    )
+    return result, _compat.axis_effects(axes)
+
+
+def _reduce_scatter_jvp(
+    primals: tuple[Any, ...], tangents: tuple[Any, ...], **params: Any
+) -> tuple[Any, Any]:
+    (x,), (t,) = primals, tangents
+    y = reduce_scatter_p.bind(x, **params)
+    if _compat.zero_tangent(t):
+        return y, _compat.zero_like(y)
+    if params["reduction"] == SUM:
+        return y, reduce_scatter_p.bind(t, **params)
+    # Not linear: its own slice of the all-reduce's tangent.
+    names = ("axes", "groups", "reduction", "mean", "reduce_dtype")
+    whole = {name: params[name] for name in names}
+    whole |= {"algorithm": _named(params["algorithm"]), "invariant": False}
+    tangent = _all_reduce_tangent(x, all_reduce_p.bind(x, **whole), t, **whole)
+    return y, _own_slice(tangent, **params)
+
+
+def _own_slice(
+    x: Array,
+    *,
+    axes: Axes,
+    groups: Groups | None,
+    dimension: int,
+    tiled: bool,
+    size: int,
+    **_: Any,
+) -> Array:
+    (comm,) = _communicators(axes, groups, False)
+    index = comm.rank()
+    if not tiled:
+        return lax.dynamic_index_in_dim(x, index, dimension, keepdims=False)
+    block = x.shape[dimension] // size
+    return lax.dynamic_slice_in_dim(x, index * block, block, dimension)
+
+
+def _reduce_scatter_transpose(ct: Any, x: Any, **params: Any) -> tuple[Any]:
+    names = ("axes", "groups", "dimension", "tiled", "size")
+    if params["mean"]:
+        ct = ct / params["size"]
+    to = "reduced" if _compat.unreduced(x.aval) else "varying"
+    shared = {name: params[name] for name in names}
+    return (all_gather_p.bind(ct, to=to, algorithm=_named(params["algorithm"]), **shared),)
+
+
+def _reduce_scatter_batch(
+    axis_data: Any, values: tuple[Any, ...], dims: tuple[Any, ...], **params: Any
+) -> tuple[Any, Any]:
+    (x,), (d,) = values, dims
+    axes, dimension = params["axes"], params["dimension"]
+    if axis_data.name not in axes:
+        if d is not None and d <= dimension:
+            params["dimension"] = dimension + 1
+        elif d is not None and not params["tiled"]:
+            d -= 1
+        return reduce_scatter_p.bind(x, **params), d
+    if _without(axis_data.name, axes, params["groups"]):
+        return _scatter_in_turn(axis_data, x, d, **params)
+    return _emulate(lambda v: _reduce_scatter(v, emulated=True, **params), x, d, axis_data), 0
+
+
+def _scatter_in_turn(
+    axis_data: Any, x: Array, d: int | None, *, axes: Axes, tiled: bool, **params: Any
+) -> tuple[Any, Any]:
+    """Scatters over several axes, one of them vmapped: one axis after the other, major first."""
+    dimension, size = params.pop("dimension"), params.pop("size")
+
+    def body(v: Array) -> Array:
+        sizes = [lax.axis_size(axis) for axis in axes]
+        blocks = (*sizes, v.shape[dimension] // size) if tiled else tuple(sizes)
+        v = v.reshape(*v.shape[:dimension], *blocks, *v.shape[dimension + 1 :])
+        for axis, n in zip(axes, sizes, strict=True):
+            v = reduce_scatter_p.bind(
+                v, axes=(axis,), dimension=dimension, tiled=False, size=n,
+                **{**params, "algorithm": _named(params["algorithm"])},
+            )
+        return v
+
+    return _emulate(body, x, d, axis_data), 0
+
+
+reduce_scatter_p = _compat.collective_primitive(
+    "jax_ring_reduce_scatter",
+    abstract_eval=_reduce_scatter_type,
+    body=_reduce_scatter,
+    transpose=_reduce_scatter_transpose,
+    batch=_reduce_scatter_batch,
+    jvp=_reduce_scatter_jvp,
+)
+
+
+# --- all_gather ----------------------------------------------------------------------------------
+
+
+def _all_gather(
+    x: Array,
+    *,
+    axes: Axes,
+    groups: Groups | None,
+    dimension: int,
+    tiled: bool,
+    size: int,
+    to: str,
+    algorithm: str | Schedule,
+    emulated: bool = False,
+) -> Array:
+    """The program of an all-gather."""
+    del to
+    (comm,) = _communicators(axes, groups, emulated)
+    shape = _gathered_shape(x.shape, dimension, tiled, size)
+    if size == 1 or x.size == 0:
+        return x.reshape(shape)
+    schedule = _schedule(algorithm, Kind.ALL_GATHER, size)
+    buffer = executor.all_gather(
+        schedule,
+        lax.expand_dims(x, [dimension]),
+        comm,
+        axis=dimension,
+        unroll=current().unroll,
+        label=f"jax_ring.all_gather/{schedule.name}",
+    )
+    return buffer.reshape(shape)
+
+
+def _gathered_shape(
+    shape: tuple[int, ...], dimension: int, tiled: bool, size: int
+) -> tuple[int, ...]:
+    if tiled:
+        return (*shape[:dimension], shape[dimension] * size, *shape[dimension + 1 :])
+    return (*shape[:dimension], size, *shape[dimension:])
+
+
+def _all_gather_type(
+    aval: Any, *, axes: Axes, dimension: int, tiled: bool, size: int, to: str, **_: Any
+) -> tuple[Any, set[Any]]:
+    _compat.check_axis_names(axes, "jax_ring.all_gather")
+    spec = list(aval.sharding.spec)
+    if not tiled:
+        spec.insert(dimension, None)
+    varying = _compat.varying(aval)
+    result = _compat.retype(
+        aval,
+        varying=varying if to == "varying" else varying - set(axes),
+        reduced=set(axes) if to == "reduced" else None,
+        shape=_gathered_shape(aval.shape, dimension, tiled, size),
+        sharding=aval.sharding.update(spec=PartitionSpec(*spec)),
+    )
+    return result, _compat.axis_effects(axes)
+
+
+def _all_gather_transpose(ct: Any, x: Any, **params: Any) -> tuple[Any]:
+    to, algorithm = params.pop("to"), params.pop("algorithm")
+    if to == "invarying":
+        return (_own_slice(cast_varying(ct, params["axes"]), **params),)
+    scatter = reduce_scatter_p.bind(
+        ct,
+        reduction=SUM,
+        mean=False,
+        reduce_dtype=default_reduce_dtype(x.aval.dtype, mean=False),
+        algorithm=_named(algorithm),
+        **params,
+    )
+    return (scatter,)
+
+
+def _all_gather_batch(
+    axis_data: Any, values: tuple[Any, ...], dims: tuple[Any, ...], **params: Any
+) -> tuple[Any, Any]:
+    (x,), (d,) = values, dims
+    axes, dimension = params["axes"], params["dimension"]
+    if axis_data.name not in axes:
+        if d is not None and d <= dimension:
+            params["dimension"] = dimension + 1
+        elif d is not None and not params["tiled"]:
+            d += 1
+        return all_gather_p.bind(x, **params), d
+    if _without(axis_data.name, axes, params["groups"]):
+        return _gather_in_turn(axis_data, x, d, **params)
+    result = _emulate(lambda v: _all_gather(v, emulated=True, **params), x, d, axis_data)
+    return (result[0], None) if params["groups"] is None else (result, 0)
+
+
+def _gather_in_turn(
+    axis_data: Any, x: Array, d: int | None, *, axes: Axes, tiled: bool, **params: Any
+) -> tuple[Any, Any]:
+    """Gathers over several axes, one of them vmapped: one axis after the other, minor first."""
+    dimension, size = params.pop("dimension"), params.pop("size")
+    params["algorithm"] = _named(params["algorithm"])
+
+    def body(v: Array) -> Array:
+        shape = _gathered_shape(v.shape, dimension, tiled, size)
+        for axis in reversed(axes):
+            v = all_gather_p.bind(
+                v, axes=(axis,), dimension=dimension, tiled=False, size=lax.axis_size(axis),
+                **params,
+            )
+        return v.reshape(shape)
+
+    return _emulate(body, x, d, axis_data)[0], None
+
+
+all_gather_p = _compat.collective_primitive(
+    "jax_ring_all_gather",
+    abstract_eval=_all_gather_type,
+    body=_all_gather,
+    transpose=_all_gather_transpose,
+    batch=_all_gather_batch,
+)
+
+
+def default_reduce_dtype(dtype: Any, *, mean: bool) -> Any:
+    """The type in which partial results are held and travel unless the caller says.
+
+    The type of the data, so that no more bytes travel than lax's op moves; except where a running
+    sum in it would be worthless: 8-bit floats and 4-bit integers (no backend adds them), and the
+    mean of float16, whose sum overflows long before the mean does.
+    """
+    dtype = jnp.dtype(dtype)
+    if jnp.issubdtype(dtype, jnp.floating):
+        if dtype.itemsize < 2 or (mean and dtype == jnp.float16):
+            return jnp.dtype(jnp.float32)
+    elif jnp.issubdtype(dtype, jnp.integer) and jnp.iinfo(dtype).bits < 8:
+        return jnp.dtype(jnp.int8 if jnp.issubdtype(dtype, jnp.signedinteger) else jnp.uint8)
+    return dtype
