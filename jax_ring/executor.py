@@ -310,10 +310,12 @@ class _Execution:
         comm: Communicator,
         arithmetic: Arithmetic | None,
         axis: int,
+        block: int,
         dtype: Any,
         label: str,
     ) -> None:
-        self.schedule, self.comm, self.axis, self.label = schedule, comm, axis, label
+        self.schedule, self.comm, self.label = schedule, comm, label
+        self.axis, self.block = axis, block
         self.plan = plan(schedule)
         self.index = comm.index()
         self.result_dtype = dtype
@@ -336,7 +338,7 @@ class _Execution:
             parts = [self.load(buffer, row, 1) for row in rows]
             return lax.concatenate(parts, self.axis)
         sizes = list(buffer.shape)
-        sizes[self.axis] = k
+        sizes[self.axis] = k * self.block
         return lax.dynamic_slice(
             buffer, self._starts(buffer, rows), sizes, allow_negative_indices=False
         )
@@ -347,7 +349,8 @@ class _Execution:
             return value
         if isinstance(rows, list):
             for i, row in enumerate(rows):
-                part = lax.slice_in_dim(value, i, i + 1, axis=self.axis)
+                start, stop = i * self.block, (i + 1) * self.block
+                part = lax.slice_in_dim(value, start, stop, axis=self.axis)
                 buffer = self.store(buffer, part, row)
             return buffer
         starts = self._starts(buffer, rows)
@@ -355,7 +358,8 @@ class _Execution:
 
     def _starts(self, buffer: Array, row: Array) -> list[Array]:
         zero = jnp.zeros((), row.dtype)
-        return [row if d == self.axis else zero for d in range(buffer.ndim)]
+        start = row * self.block if self.block > 1 else row
+        return [start if d == self.axis else zero for d in range(buffer.ndim)]
 
     def rows(self, table: Table, t: Array | int, advance: int) -> list[Array] | Array | None:
         """Where this rank's chunks are: one start, k separate ones, or None for all of them."""
@@ -462,6 +466,7 @@ def all_reduce(
     arithmetic: Arithmetic,
     *,
     axis: int,
+    block: int,
     unroll: int,
     label: str,
 ) -> Array:
@@ -469,17 +474,18 @@ def all_reduce(
 
     Args:
       schedule: of kind ALL_REDUCE, for `comm.size` ranks.
-      buffer: the local data, with dimension `axis` of `schedule.chunks`.
+      buffer: the local data; dimension `axis` holds `schedule.chunks` blocks.
       comm: who takes part.
       arithmetic: how chunks are reduced.
-      axis: the dimension of chunks.
+      axis: the dimension along which the chunks lie.
+      block: the size of a chunk along it.
       unroll: longer segments become loops.
       label: names the steps in a profile.
 
     Returns:
       The reduced buffer, of the same shape and dtype.
     """
-    run = _Execution(schedule, comm, arithmetic, axis, buffer.dtype, label)
+    run = _Execution(schedule, comm, arithmetic, axis, block, buffer.dtype, label)
     result, _ = run.run(buffer.astype(run.buffer_dtype), None, unroll)
     return run.finish(result) if run.plan.partial_sums_stored else result
 
@@ -491,6 +497,7 @@ def reduce_scatter(
     arithmetic: Arithmetic,
     *,
     axis: int,
+    block: int,
     unroll: int,
     label: str,
 ) -> Array:
@@ -498,17 +505,18 @@ def reduce_scatter(
 
     Args:
       schedule: of kind REDUCE_SCATTER, for `comm.size` ranks.
-      buffer: the local data, with dimension `axis` of `schedule.chunks`.
+      buffer: the local data; dimension `axis` holds `schedule.chunks` blocks.
       comm: who takes part.
       arithmetic: how chunks are reduced.
-      axis: the dimension of chunks.
+      axis: the dimension along which the chunks lie.
+      block: the size of a chunk along it.
       unroll: longer segments become loops.
       label: names the steps in a profile.
 
     Returns:
-      This rank's chunks, reduced: `buffer` with dimension `axis` of chunks / ranks.
+      This rank's chunks, reduced: `buffer` with a dimension `axis` of chunks / ranks blocks.
     """
-    run = _Execution(schedule, comm, arithmetic, axis, buffer.dtype, label)
+    run = _Execution(schedule, comm, arithmetic, axis, block, buffer.dtype, label)
     result, value = run.run(buffer.astype(run.buffer_dtype), None, unroll)
     if not run.plan.result_is_last_value or value is None:
         own = _own_chunks(schedule)
@@ -525,6 +533,7 @@ def all_gather(
     comm: Communicator,
     *,
     axis: int,
+    block: int,
     unroll: int,
     label: str,
 ) -> Array:
@@ -532,21 +541,21 @@ def all_gather(
 
     Args:
       schedule: of kind ALL_GATHER, for `comm.size` ranks.
-      chunk: this rank's data, with dimension `axis` of chunks / ranks.
+      chunk: this rank's data; dimension `axis` holds chunks / ranks blocks.
       comm: who takes part.
-      axis: the dimension of chunks.
+      axis: the dimension along which the chunks lie.
+      block: the size of a chunk along it.
       unroll: longer segments become loops.
       label: names the steps in a profile.
 
     Returns:
-      The chunks of all ranks: `chunk` with dimension `axis` of `schedule.chunks`.
+      The chunks of all ranks: `chunk` with a dimension `axis` of `schedule.chunks` blocks.
     """
-    run = _Execution(schedule, comm, None, axis, chunk.dtype, label)
+    run = _Execution(schedule, comm, None, axis, block, chunk.dtype, label)
     # Copies of the own chunk everywhere: it is in its place, the others are overwritten.
     copies = jnp.expand_dims(chunk, axis)
-    spread = list(copies.shape)
+    spread, merged = list(copies.shape), list(chunk.shape)
     spread[axis] = schedule.ranks
-    merged = list(chunk.shape)
-    merged[axis] = schedule.chunks
+    merged[axis] *= schedule.ranks
     buffer = jnp.broadcast_to(copies, spread).reshape(merged)
     return run.run(buffer, chunk, unroll)[0]

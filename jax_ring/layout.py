@@ -1,9 +1,13 @@
 """How a buffer of any shape is divided into equal chunks.
 
-Where every mesh axis is manual the buffer is flattened, which is free. Where some axes are left to
-the compiler a dimension may be sharded over them, and flattening would gather it: there one
-dimension of size c n is split into (c, n), and chunk j is index j of the second of the two, so that
-every device keeps its part of every chunk.
+Where every mesh axis is manual, a dimension that the number of chunks divides is cut into blocks
+as it is; if there is none, the buffer is flattened (which moves nothing) and filled up. Buffers are
+not reshaped without need: XLA fuses the reshape into the update of the buffer, which is then made
+in a copy.
+
+Where some axes are left to the compiler a dimension may be sharded over them, and cutting it into
+blocks would gather it. There one dimension of size c n is split into (c, n), and chunk j is index j
+of the second of the two, so that every device keeps its part of every chunk.
 """
 
 from __future__ import annotations
@@ -18,90 +22,93 @@ from jax import lax
 
 Array = jax.Array
 
+# Rows shorter than a cache line make every pass over a chunk touch the lines of the others too.
+_SHORTEST_ROW_BYTES = 64
+_INT32_MAX = 2**31 - 1
+
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """A buffer divided into chunks.
+    """How data of one shape becomes a buffer of chunks.
 
     Attributes:
-      shape: the shape of the data.
-      dimension: the dimension that is split; None if the data is flattened first.
-      chunks: the number of chunks.
+      source: the shape as which the data is seen first.
+      filled: the dimension of it that is filled up to `length`.
+      length: the size that dimension is filled up to.
+      shape: the shape of the buffer.
+      axis: the dimension of the buffer along which the chunks lie.
+      block: the size of a chunk along it.
     """
 
+    source: tuple[int, ...]
+    filled: int
+    length: int
     shape: tuple[int, ...]
-    dimension: int | None
-    chunks: int
-
-    @property
-    def axis(self) -> int:
-        """The dimension of chunks in the divided buffer."""
-        return 0 if self.dimension is None else self.dimension + 1
-
-    @property
-    def length(self) -> int:
-        """Elements along what is split."""
-        return math.prod(self.shape) if self.dimension is None else self.shape[self.dimension]
-
-    @property
-    def chunk(self) -> int:
-        """Elements of a chunk along what is split."""
-        return -(-self.length // self.chunks)
+    axis: int
+    block: int
 
     def divide(self, x: Array, padding: Any) -> Array:
-        """The buffer with a dimension of chunks, filled up where the length is uneven."""
-        d = self.dimension
-        if d is None:
-            return self._padded(x.reshape(-1), 0, padding).reshape(self.chunks, self.chunk)
-        shape = (*self.shape[:d], self.chunk, self.chunks, *self.shape[d + 1 :])
-        return self._padded(x.reshape(self.shape), d, padding).reshape(shape)
+        """The data as a buffer of chunks."""
+        x = x.reshape(self.source)
+        missing = self.length - self.source[self.filled]
+        if missing:
+            config = [(0, missing if d == self.filled else 0, 0) for d in range(x.ndim)]
+            x = lax.pad(x, jnp.asarray(padding, x.dtype), config)
+        return x.reshape(self.shape)
 
     def restore(self, buffer: Array, shape: tuple[int, ...]) -> Array:
         """The inverse of `divide`, for data of the given shape."""
-        d = self.dimension or 0
-        padded = list(self.shape) if self.dimension is not None else [self.length]
-        padded[d] = self.chunk * self.chunks
-        whole = buffer.reshape(padded)
-        if self.length != padded[d]:
-            whole = lax.slice_in_dim(whole, 0, self.length, axis=d)
+        filled = list(self.source)
+        filled[self.filled] = self.length
+        whole = buffer.reshape(filled)
+        if self.length != self.source[self.filled]:
+            whole = lax.slice_in_dim(whole, 0, self.source[self.filled], axis=self.filled)
         return whole.reshape(shape)
-
-    def _padded(self, x: Array, dimension: int, padding: Any) -> Array:
-        missing = self.chunk * self.chunks - self.length
-        if not missing:
-            return x
-        config = [(0, missing if d == dimension else 0, 0) for d in range(x.ndim)]
-        return lax.pad(x, jnp.asarray(padding, x.dtype), config)
 
 
 def choose(x: Array, chunks: int) -> Layout:
     """The layout for an array in the current mesh.
 
     Args:
-      x: the array; its explicit sharding, if any, is respected.
+      x: the array, of at least one element; its explicit sharding, if any, is respected.
       chunks: the number of chunks.
 
     Returns:
       A layout that needs no communication.
     """
     mesh = jax.sharding.get_abstract_mesh()
-    if set(mesh.manual_axes) == set(mesh.axis_names):
-        return Layout(x.shape, None, chunks)
-    if x.ndim == 0:
-        return Layout((1,), 0, chunks)
-    shards = [_shards(entry, mesh.shape) for entry in jax.typeof(x).sharding.spec]
-    return Layout(x.shape, _dimension(x.shape, shards, chunks), chunks)
+    if set(mesh.manual_axes) != set(mesh.axis_names):
+        return _split(x, chunks, mesh.shape)
+    for d, size in enumerate(x.shape):
+        row = math.prod(x.shape[d:]) // chunks * x.dtype.itemsize
+        long_enough = row >= _SHORTEST_ROW_BYTES or math.prod(x.shape[:d]) == 1
+        if size % chunks == 0 and long_enough and size <= _INT32_MAX:
+            return Layout(x.shape, d, size, x.shape, d, size // chunks)
+    return _flat(x.size, chunks)
+
+
+def _flat(size: int, chunks: int) -> Layout:
+    block = -(-size // chunks)
+    length = block * chunks
+    if length > _INT32_MAX:  # where the start of a chunk would not fit an int32
+        return Layout((size,), 0, length, (chunks, block), 0, 1)
+    return Layout((size,), 0, length, (length,), 0, block)
+
+
+def _split(x: Array, chunks: int, mesh_shape: Any) -> Layout:
+    shape = x.shape or (1,)
+    shards = [_shards(entry, mesh_shape) for entry in jax.typeof(x).sharding.spec] or [1]
+
+    def preference(d: int) -> tuple[bool, bool, int]:
+        """What needs no filling, then what is not known to be sharded, then the longest."""
+        return (shape[d] % (chunks * shards[d]) == 0, shards[d] == 1, shape[d])
+
+    d = max(range(len(shape)), key=preference)
+    rows = -(-shape[d] // chunks)
+    divided = (*shape[:d], rows, chunks, *shape[d + 1 :])
+    return Layout(shape, d, rows * chunks, divided, d + 1, 1)
 
 
 def _shards(entry: Any, sizes: Any) -> int:
     names = entry if isinstance(entry, tuple) else (entry,)
     return math.prod(int(sizes[name]) for name in names if name in sizes)
-
-
-def _dimension(shape: tuple[int, ...], shards: list[int], chunks: int) -> int:
-    """Prefers what needs no padding, then what is not known to be sharded, then the longest."""
-
-    def preference(d: int) -> tuple[bool, bool, int]:
-        return (shape[d] % (chunks * shards[d]) == 0, shards[d] == 1, shape[d])
-
-    return max(range(len(shape)), key=preference)

@@ -153,6 +153,7 @@ def _all_reduce(
             comm,
             _arithmetic(reduction, mean, comm.size, reduce_dtype),
             axis=division.axis,
+            block=division.block,
             unroll=current().unroll,
             label=f"jax_ring.{_label(reduction, mean)}/{schedule.name}",
         )
@@ -304,17 +305,17 @@ def _reduce_scatter(
     if size == 1 or x.size == 0:
         return x.reshape(shape)
     schedule = _schedule(algorithm, Kind.REDUCE_SCATTER, size)
-    blocks = (size, x.shape[dimension] // size) if tiled else (size,)
     chunk = executor.reduce_scatter(
         schedule,
-        x.reshape(*x.shape[:dimension], *blocks, *x.shape[dimension + 1 :]),
+        x,
         comm,
         _arithmetic(reduction, mean, size, reduce_dtype),
         axis=dimension,
+        block=x.shape[dimension] // size,
         unroll=current().unroll,
         label=f"jax_ring.reduce_scatter/{schedule.name}",
     )
-    return lax.squeeze(chunk, [dimension])
+    return chunk.reshape(shape)
 
 
 def _scattered_shape(
@@ -455,13 +456,14 @@ def _all_gather(
     schedule = _schedule(algorithm, Kind.ALL_GATHER, size)
     buffer = executor.all_gather(
         schedule,
-        lax.expand_dims(x, [dimension]),
+        x if tiled else lax.expand_dims(x, [dimension]),
         comm,
         axis=dimension,
+        block=x.shape[dimension] if tiled else 1,
         unroll=current().unroll,
         label=f"jax_ring.all_gather/{schedule.name}",
     )
-    return buffer.reshape(shape)
+    return buffer
 
 
 def _gathered_shape(
