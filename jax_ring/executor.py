@@ -552,10 +552,20 @@ def all_gather(
       The chunks of all ranks: `chunk` with a dimension `axis` of `schedule.chunks` blocks.
     """
     run = _Execution(schedule, comm, None, axis, block, chunk.dtype, label)
-    # Copies of the own chunk everywhere: it is in its place, the others are overwritten.
-    copies = jnp.expand_dims(chunk, axis)
-    spread, merged = list(copies.shape), list(chunk.shape)
-    spread[axis] = schedule.ranks
-    merged[axis] *= schedule.ranks
-    buffer = jnp.broadcast_to(copies, spread).reshape(merged)
+    own = _own_chunks(schedule)
+    buffer = run.store(_blank(chunk, axis, schedule.ranks), chunk, run.rows(own, 0, 0))
+    # Sending waits for the buffer, or the first chunk to arrive would wait for it, and each after.
+    buffer, chunk = lax.optimization_barrier((buffer, chunk))
     return run.run(buffer, chunk, unroll)[0]
+
+
+def _blank(chunk: Array, axis: int, ranks: int) -> Array:
+    """Room for the chunks of all ranks, of the chunk's type."""
+    aval = jax.typeof(chunk)
+    zero = jnp.zeros((), chunk.dtype)
+    if varying := tuple(aval.manual_axis_type.varying):
+        zero = lax.pcast(zero, varying, to="varying")
+    shape = list(chunk.shape)
+    shape[axis] *= ranks
+    explicit = jax.sharding.get_abstract_mesh().explicit_axes
+    return lax.broadcast(zero, shape, out_sharding=aval.sharding if explicit else None)
