@@ -552,11 +552,12 @@ def all_gather(
       The chunks of all ranks: `chunk` with a dimension `axis` of `schedule.chunks` blocks.
     """
     run = _Execution(schedule, comm, None, axis, block, chunk.dtype, label)
-    own = _own_chunks(schedule)
-    buffer = run.store(_blank(chunk, axis, schedule.ranks), chunk, run.rows(own, 0, 0))
-    # Sending waits for the buffer, or the first chunk to arrive would wait for it, and each after.
-    buffer, chunk = lax.optimization_barrier((buffer, chunk))
-    return run.run(buffer, chunk, unroll)[0]
+    rows = run.rows(_own_chunks(schedule), 0, 0)
+    buffer = _blank(chunk, axis, schedule.ranks)
+    if any(segment.load_first or segment.load_rest for segment in run.plan.segments):
+        return run.run(run.store(buffer, chunk, rows), chunk, unroll)[0]
+    # Nothing is sent from the buffer, so sending need not wait for the own chunk to be stored.
+    return run.store(run.run(buffer, chunk, unroll)[0], chunk, rows)
 
 
 def _blank(chunk: Array, axis: int, ranks: int) -> Array:

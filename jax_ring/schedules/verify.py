@@ -10,12 +10,13 @@ from jax_ring.schedules.schedule import Kind, Op, Schedule, ScheduleError, Step
 
 @dataclasses.dataclass(frozen=True)
 class _Value:
-    """What a chunk holds: whose contributions (a bit mask) and by which expression.
+    """What a chunk holds: data of which chunk, whose contributions (a bit mask), which expression.
 
     Two values with the same expression number have the same bits for any commutative operation,
     because they are the same tree of pairwise reductions.
     """
 
+    chunk: int
     ranks: int
     expression: int
 
@@ -39,8 +40,8 @@ class _Machine:
     def _initial(self, rank: int, chunk: int) -> _Value | None:
         if self.schedule.kind is Kind.ALL_GATHER:
             owner = chunk * self.schedule.ranks // self.schedule.chunks
-            return _Value(1 << rank, -1 - chunk) if owner == rank else None
-        return _Value(1 << rank, -1 - (rank * self.schedule.chunks + chunk))
+            return _Value(chunk, 1 << rank, -1 - chunk) if owner == rank else None
+        return _Value(chunk, 1 << rank, -1 - (rank * self.schedule.chunks + chunk))
 
     def run(self, index: int, step: Step) -> None:
         """Executes one step: all sends read what was there before it."""
@@ -75,6 +76,14 @@ class _Machine:
                 rank=rank,
                 chunk=chunk,
             )
+        if arrived.chunk != local.chunk:
+            raise ScheduleError(
+                f"{where}: data of chunk {arrived.chunk} is reduced into data of chunk "
+                f"{local.chunk}",
+                step=index,
+                rank=rank,
+                chunk=chunk,
+            )
         twice = arrived.ranks & local.ranks
         if twice:
             raise ScheduleError(
@@ -85,7 +94,7 @@ class _Machine:
             )
         low, high = sorted((arrived.expression, local.expression))
         expression = self.expressions.setdefault((low, high), len(self.expressions))
-        return _Value(arrived.ranks | local.ranks, expression)
+        return _Value(local.chunk, arrived.ranks | local.ranks, expression)
 
     def check_result(self) -> None:
         """Checks what every rank must hold after the last step."""
@@ -113,17 +122,17 @@ class _Machine:
         value = self.state[rank][chunk]
         if self.schedule.kind is Kind.ALL_GATHER:
             wanted = 1 << chunk * self.schedule.ranks // self.schedule.chunks
-            good = value is not None and value.expression == -1 - chunk
         else:
             wanted = (1 << self.schedule.ranks) - 1
-            good = value is not None and value.ranks == wanted
-        if good:
+        if value is not None and (value.chunk, value.ranks) == (chunk, wanted):
             return
         step = self.written.get((rank, chunk))
         when = "was never written" if step is None else f"was last written in step {step}"
-        held = value.ranks if value else 0
-        lacking = _members(wanted & ~held)
-        wrong = f"lacks the contributions of ranks {lacking}" if lacking else "holds another chunk"
+        if value is not None and value.chunk != chunk:
+            wrong = f"holds data of chunk {value.chunk}"
+        else:
+            lacking = _members(wanted & ~(value.ranks if value else 0))
+            wrong = f"lacks the contributions of ranks {lacking}"
         raise ScheduleError(
             f"after the last step rank {rank}, chunk {chunk} {wrong}; it {when}",
             step=step,
