@@ -75,6 +75,11 @@ def unreduced(aval: Aval) -> frozenset[str]:
     return frozenset(aval.manual_axis_type.unreduced)
 
 
+def reduced(aval: Aval) -> frozenset[str]:
+    """The manual axes over which a value is replicated, and its cotangent unreduced."""
+    return frozenset(aval.manual_axis_type.reduced)
+
+
 def unreduced_kind(aval: Aval) -> str:
     """What an unreduced value is missing: a sum, or in newer JAX also "max" or "min"."""
     kind = getattr(aval.manual_axis_type, "unreduced_kind", None)
@@ -141,9 +146,9 @@ def collective_primitive(
 
 
 def _as_varying(aval: Aval) -> Aval:
-    """An unreduced operand is, on each device, just a value that varies."""
-    missing = unreduced(aval)
-    return retype(aval, varying=varying(aval) | missing) if missing else aval
+    """An unreduced or reduced operand is, on each device, just a value that may vary."""
+    pending = unreduced(aval) | reduced(aval)
+    return retype(aval, varying=varying(aval) | pending, reduced=()) if pending else aval
 
 
 def zero_tangent(tangent: Any) -> bool:

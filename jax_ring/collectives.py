@@ -384,7 +384,7 @@ def all_gather(
     def gather(leaf: Any) -> Any:
         leaf = _as_array(name, leaf)
         dimension = _dimension(name, "axis", axis, leaf.ndim + (not tiled))
-        leaf = _operand(name, leaf, axes, groups, None)
+        leaf, _ = _operand(name, leaf, axes, groups, None)
         if chosen == "xla":
             return lax.all_gather(
                 leaf, axes, axis_index_groups=groups, axis=dimension, tiled=tiled, to=to
@@ -445,7 +445,7 @@ def _bind_all_reduce(
     reduce_dtype: Any,
 ) -> Any:
     partial_dtype = _reduce_dtype(name, reduce_dtype, x.dtype, mean)
-    x = _operand(name, x, axes, groups, reduction)
+    x, unreduced = _operand(name, x, axes, groups, reduction)
     if algorithm == "xla":
         return _xla_all_reduce(name, x, axes, groups, reduction, mean, partial_dtype)
     return primitives.all_reduce_p.bind(
@@ -457,6 +457,7 @@ def _bind_all_reduce(
         reduce_dtype=partial_dtype,
         algorithm=algorithm,
         invariant=groups is None and _compat.check_vma(),
+        unreduced=unreduced,
     )
 
 
@@ -514,7 +515,7 @@ def _reduce_scatter(
         exact_mean = mean and not jnp.issubdtype(counted.dtype, jnp.inexact)
         inside = mean and not exact_mean
         partial_dtype = _reduce_dtype(name, reduce_dtype, counted.dtype, inside)
-        counted = _operand(name, counted, axes, groups, reduction)
+        counted, unreduced = _operand(name, counted, axes, groups, reduction)
         if chosen == "xla":
             total = lax.psum_scatter(
                 counted.astype(partial_dtype), axes, scatter_dimension=dimension,
@@ -524,6 +525,7 @@ def _reduce_scatter(
         result = primitives.reduce_scatter_p.bind(
             counted, axes=axes, groups=groups, dimension=dimension, tiled=tiled, size=ranks,
             reduction=reduction, mean=inside, reduce_dtype=partial_dtype, algorithm=chosen,
+            unreduced=unreduced,
         )
         return result / ranks if exact_mean else result
 
@@ -577,10 +579,11 @@ def _axis_size(name: str, axes: Axes) -> int:
             size *= lax.axis_size(axis)
         except NameError:
             bound = list(jax.sharding.get_abstract_mesh().manual_axes)
+            api = name.removeprefix("jax_ring.")
             raise NameError(
-                f"{name}: axis_name {axis!r} is an unbound axis name (manual mesh axes here: "
-                f"{bound}). Call it inside `jax.shard_map` over a mesh with that axis, or inside "
-                f"`jax.vmap(..., axis_name={axis!r})`"
+                f"Found an unbound axis name: {axis}. To fix this, please call {api} under "
+                f"`jax.shard_map` over a mesh with that axis, or under `jax.vmap(..., axis_name="
+                f"{axis!r})` ({name} was called where the manual mesh axes are {bound})"
             ) from None
     return size
 
@@ -714,11 +717,11 @@ def _sum_of_constant(
     if getattr(leaf, "dtype", None) == jax.dtypes.float0:
         return leaf
     if isinstance(leaf, (bool, np.bool_)) or getattr(leaf, "dtype", None) == bool:
-        leaf = jnp.asarray(leaf, jnp.int32)
+        leaf = lax.convert_element_type(leaf, jnp.int32)
     if isinstance(leaf, (int, float, complex)) or not isinstance(ranks, int):
         total = leaf * ranks
     else:
-        array = leaf if isinstance(leaf, np.ndarray) else _as_array(name, leaf)
+        array = leaf if isinstance(leaf, (np.ndarray, np.generic)) else _as_array(name, leaf)
         total = array * np.array(ranks).astype(array.dtype)
     return total / ranks if mean else total
 
@@ -739,12 +742,12 @@ def _group_size(axes: Axes, groups: Groups | None, size: int) -> Any:
 
 def _operand(
     name: str, x: Array, axes: Axes, groups: Groups | None, reduction: Reduction | None
-) -> Array:
-    """The operand with the type that the primitive wants: varying or unreduced over all axes."""
+) -> tuple[Array, bool]:
+    """The operand, varying over all axes or unreduced over all, and whether it is the latter."""
     aval = jax.typeof(x)
     pending = _compat.unreduced(aval) & set(axes)
     if not pending:
-        return _cast_varying(name, x, axes)
+        return _cast_varying(name, x, axes), False
     if pending != set(axes):
         raise ValueError(
             f"{name}: x is unreduced over {sorted(pending)} but not over all axes of {axes}: "
@@ -756,7 +759,7 @@ def _operand(
             f"{name}: x is unreduced ({kind}) over {axes}; only the {kind} over whole axes can "
             f"take it, got type {aval}"
         )
-    return x
+    return x, True
 
 
 def _cast_varying(name: str, x: Array, axes: Axes) -> Array:

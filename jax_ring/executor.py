@@ -178,7 +178,7 @@ class Communicator:
       groups: the groups of ranks that communicate among themselves, all of one size; None for
         one group of all. Ranks that are in no group take part in nothing.
       mesh_order: the same axes in the mesh's order, which `ppermute` wants.
-      emulated: whether the axis is a vmapped one, whose permutations must be full.
+      emulated: whether the axis is that of the innermost vmap, whose rows are the ranks.
     """
 
     axes: tuple[str, ...]
@@ -244,9 +244,9 @@ class Communicator:
         pairs = [(s, d) for s, d in perm]
         if self.groups is not None:
             pairs = [(group[s], group[d]) for group in self.groups for s, d in perm]
-        pairs = [(self._in_mesh_order(s), self._in_mesh_order(d)) for s, d in pairs]
         if self.emulated:
-            pairs = _completed(pairs, self.world)
+            return _permute_rows(x, pairs, self.world)
+        pairs = [(self._in_mesh_order(s), self._in_mesh_order(d)) for s, d in pairs]
         axes = self.mesh_order or self.axes
         bits, restore = _as_bits(x)
         return restore(lax.ppermute(bits, axes if len(axes) > 1 else axes[0], pairs))
@@ -264,13 +264,26 @@ class Communicator:
         )
 
 
-def _completed(pairs: list[tuple[int, int]], world: int) -> list[tuple[int, int]]:
-    """Extends a partial permutation to a full one; what the added pairs carry is not looked at."""
-    sources = {source for source, _ in pairs}
-    targets = {target for _, target in pairs}
-    idle_sources = [r for r in range(world) if r not in sources]
-    idle_targets = [r for r in range(world) if r not in targets]
-    return pairs + list(zip(idle_sources, idle_targets, strict=True))
+def _permute_rows(x: Array, pairs: list[tuple[int, int]], world: int) -> Array:
+    """What `ppermute` does when the ranks are the rows of the innermost vmap.
+
+    lax's own wants a full permutation there, and fails where varying types are checked. A rank that
+    no one sends to keeps its row, which is not looked at.
+    """
+    source = np.arange(world)
+    for sender, receiver in pairs:
+        source[receiver] = sender
+
+    @jax.custom_batching.custom_vmap
+    def permute(row: Array) -> Array:
+        return row
+
+    @permute.def_vmap
+    def _(axis_size: int, in_batched: list[bool], rows: Array) -> tuple[Array, bool]:
+        del axis_size
+        return (rows[source] if in_batched[0] else rows), in_batched[0]
+
+    return cast(Array, permute(x))
 
 
 def _as_bits(x: Array) -> tuple[Array, Callable[[Array], Array]]:

@@ -137,10 +137,11 @@ def _all_reduce(
     reduce_dtype: Any,
     algorithm: str | Schedule,
     invariant: bool,
+    unreduced: bool,
     emulated: bool = False,
 ) -> Array:
     """The program of an all-reduce, traced when it is lowered or emulated."""
-    del invariant
+    del invariant, unreduced
     result = x
     for comm in _communicators(axes, groups, emulated):
         if comm.size == 1 or x.size == 0:
@@ -221,12 +222,13 @@ def _index(axes: Axes) -> Array:
 
 
 def _all_reduce_transpose(ct: Any, x: Any, **params: Any) -> tuple[Any]:
+    del x
     axes = params["axes"]
     if not params["invariant"]:
         return (all_reduce_p.bind(ct, **params),)
     if params["mean"]:
         ct = ct / axis_size(axes)
-    if _compat.unreduced(x.aval):
+    if params["unreduced"]:
         return (lax.pcast(ct, axes, to="reduced"),)
     return (cast_varying(ct, axes),)
 
@@ -297,9 +299,11 @@ def _reduce_scatter(
     mean: bool,
     reduce_dtype: Any,
     algorithm: str | Schedule,
+    unreduced: bool,
     emulated: bool = False,
 ) -> Array:
     """The program of a reduce-scatter."""
+    del unreduced
     (comm,) = _communicators(axes, groups, emulated)
     shape = _scattered_shape(x.shape, dimension, tiled, size)
     if size == 1 or x.size == 0:
@@ -354,7 +358,7 @@ def _reduce_scatter_jvp(
     # Not linear: its own slice of the all-reduce's tangent.
     names = ("axes", "groups", "reduction", "mean", "reduce_dtype")
     whole = {name: params[name] for name in names}
-    whole |= {"algorithm": _named(params["algorithm"]), "invariant": False}
+    whole |= {"algorithm": _named(params["algorithm"]), "invariant": False, "unreduced": False}
     tangent = _all_reduce_tangent(x, all_reduce_p.bind(x, **whole), t, **whole)
     return y, _own_slice(tangent, **params)
 
@@ -378,10 +382,11 @@ def _own_slice(
 
 
 def _reduce_scatter_transpose(ct: Any, x: Any, **params: Any) -> tuple[Any]:
+    del x
     names = ("axes", "groups", "dimension", "tiled", "size")
     if params["mean"]:
         ct = ct / params["size"]
-    to = "reduced" if _compat.unreduced(x.aval) else "varying"
+    to = "reduced" if params["unreduced"] else "varying"
     shared = {name: params[name] for name in names}
     return (all_gather_p.bind(ct, to=to, algorithm=_named(params["algorithm"]), **shared),)
 
@@ -485,7 +490,8 @@ def _all_gather_type(
     result = _compat.retype(
         aval,
         varying=varying if to == "varying" else varying - set(axes),
-        reduced=set(axes) if to == "reduced" else None,
+        unreduced=_compat.unreduced(aval),
+        reduced=_compat.reduced(aval) | (set(axes) if to == "reduced" else set()),
         shape=_gathered_shape(aval.shape, dimension, tiled, size),
         sharding=aval.sharding.update(spec=PartitionSpec(*spec)),
     )
@@ -502,6 +508,7 @@ def _all_gather_transpose(ct: Any, x: Any, **params: Any) -> tuple[Any]:
         mean=False,
         reduce_dtype=default_reduce_dtype(x.aval.dtype, mean=False),
         algorithm=_named(algorithm),
+        unreduced=to == "reduced",
         **params,
     )
     return (scatter,)

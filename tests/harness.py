@@ -39,7 +39,8 @@ def per_rank(
         return jax.tree.map(lambda v: vary(v, axes)[None], out)
 
     g = jax.shard_map(body, mesh=m, in_specs=P(axes), out_specs=P(axes), check_vma=check_vma)
-    return (jax.jit(g) if jit else g)(*args)
+    rows = jax.device_put(args, NamedSharding(m, P(axes)))
+    return (jax.jit(g) if jit else g)(*rows)
 
 
 def vary(x: Any, axes: tuple[str, ...]) -> jax.Array:
