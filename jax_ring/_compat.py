@@ -32,7 +32,7 @@ try:
     _CHECK_VMA = _config._check_vma
     _AUTO_PCAST = _config.auto_pcast
     _NAMED_AXIS_EFFECT = _core.NamedAxisEffect
-    _CHECK_AXIS_NAMES = _parallel._check_axis_names
+    _CHECK_AXIS_NAMES: Any = _parallel._check_axis_names
     _APPLY_PRIMITIVE = _dispatch.apply_primitive
     _BATCHERS = batching.fancy_primitive_batchers
 except (ImportError, AttributeError) as missing:
@@ -149,15 +149,3 @@ def _as_varying(aval: Aval) -> Aval:
     """An unreduced or reduced operand is, on each device, just a value that may vary."""
     pending = unreduced(aval) | reduced(aval)
     return retype(aval, varying=varying(aval) | pending, reduced=()) if pending else aval
-
-
-def zero_tangent(tangent: Any) -> bool:
-    """Whether a tangent is a symbolic zero."""
-    return isinstance(tangent, ad.Zero)
-
-
-def zero_like(primal: Any) -> Any:
-    """The symbolic zero tangent of a value."""
-    return ad.Zero.from_primal_value(primal)
-
-

@@ -2,13 +2,13 @@
 
 The parameters are those of `jax.lax`, in the same order, then keyword-only:
 
-- `algorithm`: "auto" (what `JAX_RING_ALGORITHM` says, the ring by default), "ring", "xla" (lax's own
-  op), or a `jax_ring.schedules.Schedule`.
-- `reduce_dtype`: the dtype in which partial results are held and travel. By default the dtype of the
-  data, as NCCL: no more bytes are sent than lax's op sends, and a 16-bit sum is rounded at each
-  step. With `reduce_dtype=jnp.float32` it is rounded once, for twice the bytes in the reducing half.
-  Exceptions: 8-bit floats are always summed in float32, and the mean of float16 is taken in float32,
-  since the sum may overflow where the mean does not.
+- `algorithm`: "auto" (what `JAX_RING_ALGORITHM` says, by default the ring), "ring", "xla" (lax's
+  own op), or a `jax_ring.schedules.Schedule`.
+- `reduce_dtype`: the dtype in which partial results are held and travel. By default the dtype of
+  the data, as in NCCL: no more bytes are sent than lax's op sends, and a 16-bit sum is rounded at
+  each step. With `reduce_dtype=jnp.float32` it is rounded once, for twice the bytes in the reducing
+  half. Exceptions: 8-bit floats are always summed in float32, and the mean of float16 is taken in
+  float32, since the sum may overflow where the mean does not.
 """
 
 from __future__ import annotations
@@ -276,8 +276,16 @@ def psum_scatter(
        [2. 2.]]
     """
     return _reduce_scatter(
-        "psum_scatter", x, axis_name, "sum", None, scatter_dimension, axis_index_groups, tiled,
-        algorithm, reduce_dtype,
+        "psum_scatter",
+        x,
+        axis_name,
+        "sum",
+        None,
+        scatter_dimension,
+        axis_index_groups,
+        tiled,
+        algorithm,
+        reduce_dtype,
     )
 
 
@@ -320,8 +328,16 @@ def reduce_scatter(
       [4 5]
     """
     return _reduce_scatter(
-        "reduce_scatter", x, axis_name, op, identity, scatter_dimension, axis_index_groups, tiled,
-        algorithm, reduce_dtype,
+        "reduce_scatter",
+        x,
+        axis_name,
+        op,
+        identity,
+        scatter_dimension,
+        axis_index_groups,
+        tiled,
+        algorithm,
+        reduce_dtype,
     )
 
 
@@ -390,11 +406,18 @@ def all_gather(
                 leaf, axes, axis_index_groups=groups, axis=dimension, tiled=tiled, to=to
             )
         return primitives.all_gather_p.bind(
-            leaf, axes=axes, groups=groups, dimension=dimension, tiled=tiled, size=ranks, to=to,
+            leaf,
+            axes=axes,
+            groups=groups,
+            dimension=dimension,
+            tiled=tiled,
+            size=ranks,
+            to=to,
             algorithm=chosen,
         )
 
-    return jax.tree.map(gather, x)
+    result: Tree = jax.tree.map(gather, x)
+    return result
 
 
 # --- shared ---------------------------------------------------------------------------------------
@@ -402,14 +425,14 @@ def all_gather(
 
 def _all_reduce(
     api: str,
-    x: Any,
+    x: Tree,
     axis_name: AxisName,
     op: Op,
     identity: Any,
     axis_index_groups: AxisIndexGroups,
     algorithm: Algorithm,
     reduce_dtype: Any,
-) -> Any:
+) -> Tree:
     name = f"jax_ring.{api}"
     reduction, mean = _reduction(name, op, identity)
     axes = _axes(name, axis_name)
@@ -431,7 +454,8 @@ def _all_reduce(
         )
         return result / _group_size(axes, groups, size) if exact_mean else result
 
-    return jax.tree.map(reduce, x)
+    result: Tree = jax.tree.map(reduce, x)
+    return result
 
 
 def _bind_all_reduce(
@@ -470,20 +494,20 @@ def _xla_all_reduce(
     mean: bool,
     partial_dtype: Any,
 ) -> Any:
-    functions = {"sum": lax.psum, "max": lax.pmax, "min": lax.pmin}
+    functions: dict[str, Callable[..., Any]] = {"sum": lax.psum, "max": lax.pmax, "min": lax.pmin}
     if reduction.name not in functions:
         raise ValueError(
             f"{name}: algorithm='xla' knows the ops {sorted(functions)} and 'mean', got op="
             f"{reduction.name!r}"
         )
-    function = lax.pmean if mean else functions[reduction.name]
+    function: Callable[..., Any] = lax.pmean if mean else functions[reduction.name]
     result = function(x.astype(partial_dtype), axes, axis_index_groups=groups)
     return result.astype(x.dtype)
 
 
 def _reduce_scatter(
     api: str,
-    x: Any,
+    x: Tree,
     axis_name: AxisName,
     op: Op,
     identity: Any,
@@ -492,7 +516,7 @@ def _reduce_scatter(
     tiled: bool,
     algorithm: Algorithm,
     reduce_dtype: Any,
-) -> Any:
+) -> Tree:
     name = f"jax_ring.{api}"
     reduction, mean = _reduction(name, op, identity)
     axes = _axes(name, axis_name)
@@ -518,18 +542,30 @@ def _reduce_scatter(
         counted, unreduced = _operand(name, counted, axes, groups, reduction)
         if chosen == "xla":
             total = lax.psum_scatter(
-                counted.astype(partial_dtype), axes, scatter_dimension=dimension,
-                axis_index_groups=groups, tiled=tiled,
+                counted.astype(partial_dtype),
+                axes,
+                scatter_dimension=dimension,
+                axis_index_groups=groups,
+                tiled=tiled,
             )
             return (total / ranks).astype(counted.dtype) if inside else total.astype(counted.dtype)
         result = primitives.reduce_scatter_p.bind(
-            counted, axes=axes, groups=groups, dimension=dimension, tiled=tiled, size=ranks,
-            reduction=reduction, mean=inside, reduce_dtype=partial_dtype, algorithm=chosen,
+            counted,
+            axes=axes,
+            groups=groups,
+            dimension=dimension,
+            tiled=tiled,
+            size=ranks,
+            reduction=reduction,
+            mean=inside,
+            reduce_dtype=partial_dtype,
+            algorithm=chosen,
             unreduced=unreduced,
         )
         return result / ranks if exact_mean else result
 
-    return jax.tree.map(scatter, x)
+    result: Tree = jax.tree.map(scatter, x)
+    return result
 
 
 # --- arguments ------------------------------------------------------------------------------------
@@ -606,9 +642,7 @@ def _groups(
             f"{_show(axes)} (size {size}) exactly once, got {groups!r}"
         )
     if equal and len({len(group) for group in result}) > 1:
-        raise ValueError(
-            f"{name}: axis_index_groups must all be of the same size, got {groups!r}"
-        )
+        raise ValueError(f"{name}: axis_index_groups must all be of the same size, got {groups!r}")
     return result
 
 
@@ -701,7 +735,7 @@ def _as_array(name: str, leaf: Any) -> Any:
         raise TypeError(
             f"{name}: x has a leaf of type {type(leaf).__name__}, which is no array: {leaf!r}"
         ) from None
-    if jax.dtypes.issubdtype(array.dtype, jax.dtypes.extended):
+    if jnp.issubdtype(array.dtype, jax.dtypes.extended):
         raise TypeError(
             f"{name}: x has a leaf of dtype {array.dtype}, which can't be communicated; for random "
             "keys pass jax.random.key_data(key)"
@@ -716,7 +750,7 @@ def _sum_of_constant(
     ranks = _group_size(axes, groups, size)
     if getattr(leaf, "dtype", None) == jax.dtypes.float0:
         return leaf
-    if isinstance(leaf, (bool, np.bool_)) or getattr(leaf, "dtype", None) == bool:
+    if isinstance(leaf, bool) or getattr(leaf, "dtype", None) == np.bool_:
         leaf = lax.convert_element_type(leaf, jnp.int32)
     if isinstance(leaf, (int, float, complex)) or not isinstance(ranks, int):
         total = leaf * ranks

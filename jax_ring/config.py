@@ -1,13 +1,12 @@
 """Every setting of jax_ring: the environment variables it reads, and how to override them.
 
-| variable             | values            | default | meaning                                         |
-|----------------------|-------------------|---------|-------------------------------------------------|
-| JAX_RING_ALGORITHM   | ring, xla         | ring    | what `algorithm="auto"` means                   |
-| JAX_RING_UNROLL      | integer, 1 or more | 32     | longer runs of like steps become a loop         |
-| JAX_RING_NATIVE      | 0, 1              | 1       | 0: do not build (at install) or load the native |
-|                      |                   |         | module                                          |
+| variable           | values    | default | meaning                                             |
+|--------------------|-----------|---------|-----------------------------------------------------|
+| JAX_RING_ALGORITHM | ring, xla | ring    | what `algorithm="auto"` means                       |
+| JAX_RING_UNROLL    | 1 or more | 32      | longer runs of like steps become a loop             |
+| JAX_RING_NATIVE    | 0, 1      | 1       | 0: neither build (at install) nor load native code  |
 
-Settings are read while a function is traced; a function that is compiled already does not change.
+Settings are read while a function is traced; what is compiled already does not change.
 """
 
 from __future__ import annotations

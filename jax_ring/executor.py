@@ -158,7 +158,12 @@ def _segments(schedule: Schedule, forwards: list[bool], stores: list[bool]) -> I
             first = run.first.advanced((start - index) * run.advance, schedule.chunks)
             rest = forwards[start + 1] if stop > start + 1 else True
             yield Segment(
-                first, stop - start, run.advance, start, not forwards[start], not rest,
+                first,
+                stop - start,
+                run.advance,
+                start,
+                not forwards[start],
+                not rest,
                 stores[start],
             )
             start = stop
@@ -227,10 +232,10 @@ class Communicator:
         form = affine(full, modulus)
         if form is None:
             table = jnp.asarray(full, jnp.int32)
-            return lax.dynamic_index_in_dim(table, index, keepdims=False)
+            return cast(Array, lax.dynamic_index_in_dim(table, index, keepdims=False))
         a, b = form
         if a == 0:
-            return jnp.int32(b)
+            return jnp.asarray(b, jnp.int32)
         return lax.rem(index * jnp.int32(a) + jnp.int32(b), jnp.int32(modulus))
 
     def member(self, index: Array, ranks: Sequence[int]) -> Array:
@@ -455,9 +460,10 @@ class _Execution:
             return buffer, lax.fori_loop(
                 0, segment.count, lambda t, v: self._iterate(segment, t, buffer, v)[1], value
             )
-        return lax.fori_loop(
+        carried: tuple[Array, Array] = lax.fori_loop(
             0, segment.count, lambda t, carry: self._iterate(segment, t, *carry), (buffer, value)
         )
+        return carried
 
     def _iterate(
         self, segment: Segment, t: Array, buffer: Array, value: Array

@@ -25,7 +25,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import jaxlib
+from jaxlib.version import __version__ as jaxlib_version
 
 from jax_ring.config import current, settings
 
@@ -59,7 +59,7 @@ class Status:
             return f"jax_ring native module: not used, because {self.reason}"
         return (
             f"jax_ring native module: {self.path} (compiled against XLA FFI API "
-            f"{_text(self.ffi_api_built)}, jaxlib {jaxlib.__version__} has "
+            f"{_text(self.ffi_api_built)}, jaxlib {jaxlib_version} has "
             f"{_text(self.ffi_api_runtime)})"
         )
 
@@ -95,9 +95,7 @@ def load() -> Status:
         status = Status(available=True, ffi_api_runtime=runtime)
     if module is None:
         return status
-    return dataclasses.replace(
-        status, ffi_api_built=module.ffi_api_version(), path=module.__file__
-    )
+    return dataclasses.replace(status, ffi_api_built=module.ffi_api_version(), path=module.__file__)
 
 
 def status() -> Status:
@@ -138,7 +136,8 @@ def copy(x: jax.typing.ArrayLike) -> jax.Array:
     x = jnp.asarray(x)
     if not (current().native and load().available):
         return jnp.copy(x)
-    return jax.lax.platform_dependent(x, cpu=_native_copy, default=jnp.copy)
+    copied: jax.Array = jax.lax.platform_dependent(x, cpu=_native_copy, default=jnp.copy)
+    return copied
 
 
 def _native_copy(x: jax.Array) -> jax.Array:
@@ -202,7 +201,7 @@ def _check_ffi_api(built: Version, runtime: Version | None) -> None:
     if runtime is None or (built[0] == runtime[0] and built[1] <= runtime[1]):
         return
     raise _UnavailableError(
-        f"it was compiled against XLA FFI API {_text(built)}, but jaxlib {jaxlib.__version__} has "
+        f"it was compiled against XLA FFI API {_text(built)}, but jaxlib {jaxlib_version} has "
         f"{_text(runtime)}; install a jaxlib whose API is {built[0]}.{built[1]} or a later "
         f"{built[0]}.x, or reinstall jax-ring from source"
     )

@@ -177,8 +177,6 @@ def _all_reduce_jvp(
 ) -> tuple[Any, Any]:
     (x,), (t,) = primals, tangents
     y = all_reduce_p.bind(x, **params)
-    if _compat.zero_tangent(t):
-        return y, _compat.zero_like(y)
     return y, _all_reduce_tangent(x, y, t, **params)
 
 
@@ -268,9 +266,7 @@ def _emulate(body: Callable[[Array], Array], x: Array, d: int | None, axis_data:
     """Runs a collective over a vmapped axis: each row is a rank. The result is mapped at 0."""
     if d is None:
         x, d = jnp.broadcast_to(x, (axis_data.size, *jnp.shape(x))), 0
-    result: Array = jax.vmap(
-        body, in_axes=d, axis_name=axis_data.name, axis_size=axis_data.size
-    )(x)
+    result: Array = jax.vmap(body, in_axes=d, axis_name=axis_data.name, axis_size=axis_data.size)(x)
     return result
 
 
@@ -351,8 +347,6 @@ def _reduce_scatter_jvp(
 ) -> tuple[Any, Any]:
     (x,), (t,) = primals, tangents
     y = reduce_scatter_p.bind(x, **params)
-    if _compat.zero_tangent(t):
-        return y, _compat.zero_like(y)
     if params["reduction"] == SUM:
         return y, reduce_scatter_p.bind(t, **params)
     # Not linear: its own slice of the all-reduce's tangent.
@@ -375,10 +369,9 @@ def _own_slice(
 ) -> Array:
     (comm,) = _communicators(axes, groups, False)
     index = comm.rank()
-    if not tiled:
-        return lax.dynamic_index_in_dim(x, index, dimension, keepdims=False)
     block = x.shape[dimension] // size
-    return lax.dynamic_slice_in_dim(x, index * block, block, dimension)
+    own = lax.dynamic_slice_in_dim(x, index * block, block, dimension)
+    return own if tiled else lax.squeeze(own, [dimension])
 
 
 def _reduce_scatter_transpose(ct: Any, x: Any, **params: Any) -> tuple[Any]:
@@ -419,7 +412,11 @@ def _scatter_in_turn(
         v = v.reshape(*v.shape[:dimension], *blocks, *v.shape[dimension + 1 :])
         for axis, n in zip(axes, sizes, strict=True):
             v = reduce_scatter_p.bind(
-                v, axes=(axis,), dimension=dimension, tiled=False, size=n,
+                v,
+                axes=(axis,),
+                dimension=dimension,
+                tiled=False,
+                size=n,
                 **{**params, "algorithm": _named(params["algorithm"])},
             )
         return v
@@ -542,7 +539,11 @@ def _gather_in_turn(
         shape = _gathered_shape(v.shape, dimension, tiled, size)
         for axis in reversed(axes):
             v = all_gather_p.bind(
-                v, axes=(axis,), dimension=dimension, tiled=False, size=lax.axis_size(axis),
+                v,
+                axes=(axis,),
+                dimension=dimension,
+                tiled=False,
+                size=lax.axis_size(axis),
                 **params,
             )
         return v.reshape(shape)
@@ -570,6 +571,6 @@ def default_reduce_dtype(dtype: Any, *, mean: bool) -> Any:
     if jnp.issubdtype(dtype, jnp.floating):
         if dtype.itemsize < 2 or (mean and dtype == jnp.float16):
             return jnp.dtype(jnp.float32)
-    elif jnp.issubdtype(dtype, jnp.integer) and jnp.iinfo(dtype).bits < 8:
-        return jnp.dtype(jnp.int8 if jnp.issubdtype(dtype, jnp.signedinteger) else jnp.uint8)
+    elif dtype.name in ("int2", "int4", "uint2", "uint4"):
+        return jnp.dtype(jnp.int8 if dtype.name.startswith("int") else jnp.uint8)
     return dtype

@@ -61,7 +61,7 @@ class Hlo:
     @property
     def counts(self) -> collections.Counter[str]:
         """How often each instruction occurs, fused ones too."""
-        return collections.Counter(re.findall(r" = \S+ ([a-z-]+)\(", self.text))
+        return collections.Counter(re.findall(r" = (?:\(.*?\)|\S+) ([a-z-]+)\(", self.text))
 
     @property
     def permutes(self) -> list[tuple[str, int]]:

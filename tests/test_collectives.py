@@ -36,9 +36,7 @@ def assert_like_lax(names, x, n=N, check_vma=True, rtol=0.0, **kwargs):
     names = [names] if isinstance(names, str) else names
 
     def f(v):
-        return {
-            name: [g(v, "x", **kwargs) for g in ours_and_lax(name)] for name in names
-        }
+        return {name: [g(v, "x", **kwargs) for g in ours_and_lax(name)] for name in names}
 
     for name, (ours, theirs) in per_rank(f, n, x, check_vma=check_vma).items():
         assert jax.tree.structure(ours) == jax.tree.structure(theirs)
@@ -47,7 +45,10 @@ def assert_like_lax(names, x, n=N, check_vma=True, rtol=0.0, **kwargs):
             assert (a.shape, a.dtype) == (b.shape, b.dtype), (name, path)
             wide = np.complex128 if jnp.iscomplexobj(a) else np.float64
             np.testing.assert_allclose(
-                np.asarray(a).astype(wide), np.asarray(b).astype(wide), rtol, err_msg=f"{name} {path}"
+                np.asarray(a).astype(wide),
+                np.asarray(b).astype(wide),
+                rtol,
+                err_msg=f"{name} {path}",
             )
 
 
@@ -147,7 +148,9 @@ def test_every_shape():
 
 @pytest.mark.parametrize("n", range(1, 9))
 def test_every_number_of_ranks(n):
-    assert_like_lax("psum", {length: integers((n, length), np.int32) for length in (1, 3, 16, 31)}, n)
+    assert_like_lax(
+        "psum", {length: integers((n, length), np.int32) for length in (1, 3, 16, 31)}, n
+    )
 
 
 @given(
@@ -592,7 +595,10 @@ def test_named_algorithms(algorithm):
 
 def test_xla_is_laxs_own_operation():
     f = jax.shard_map(
-        lambda v: jax_ring.psum(v, "x", algorithm="xla"), mesh=mesh(N), in_specs=P("x"), out_specs=P()
+        lambda v: jax_ring.psum(v, "x", algorithm="xla"),
+        mesh=mesh(N),
+        in_specs=P("x"),
+        out_specs=P(),
     )
     hlo = compiled(f, sharded(mesh(N), P("x"), (80,)))
     assert hlo.other_collectives == ["all-reduce"]
@@ -633,7 +639,9 @@ def on_ranks(f, n=N, shape=(N, 10)):
 @pytest.mark.parametrize("name", [*REDUCTIONS, "psum_scatter", "all_gather"])
 def test_outside_of_shard_map_the_error_says_where_to_call(name):
     for x in (jnp.ones(8), 1.0):
-        with pytest.raises(NameError, match=f"unbound axis name: q.* call {name} under `jax.shard_map`"):
+        with pytest.raises(
+            NameError, match=f"unbound axis name: q.* call {name} under `jax.shard_map`"
+        ):
             getattr(jax_ring, name)(x, "q")
     with pytest.raises(NameError, match="unbound axis name"):
         jax.jit(lambda x: getattr(jax_ring, name)(x, "q"))(jnp.ones(8))
@@ -650,7 +658,7 @@ def test_positional_axes_are_refused_forward_and_in_gradients(name):
 
 
 @pytest.mark.parametrize(
-    "axis_name, error, message",
+    ("axis_name", "error", "message"),
     [
         ({"x"}, TypeError, "axis_name must be a name"),
         (None, TypeError, "axis_name must be a name"),
@@ -687,7 +695,7 @@ def test_scatters_and_gathers_need_equal_groups(name):
 
 
 @pytest.mark.parametrize(
-    "shape, tiled, message",
+    ("shape", "tiled", "message"),
     [
         ((16, 3), False, r"shape \(16, 3\) has size 16, which must be 8, the number of ranks"),
         ((16, 3), False, "pass tiled=True"),

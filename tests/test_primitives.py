@@ -48,7 +48,7 @@ def varying_of(f, *operands, m=None):
 
 # Over both axes lax's psum refuses what varies over one of them only.
 @pytest.mark.parametrize(
-    "axes, held",
+    ("axes", "held"),
     [(axes, held) for axes in ("x", ("y",)) for held in ((), ("x",), ("y",), ("x", "y"))]
     + [(("x", "y"), ()), (("x", "y"), ("x", "y"))],
 )
@@ -110,7 +110,11 @@ def test_unreduced_values_that_can_not_be_taken_are_refused():
 
         return jax.jit(on_mesh(body))
 
-    for bad in (f("pmax"), f("all_gather"), f("psum", axis_index_groups=[[0, 1, 2, 3, 4, 5, 6, 7]])):
+    for bad in (
+        f("pmax"),
+        f("all_gather"),
+        f("psum", axis_index_groups=[[0, 1, 2, 3, 4, 5, 6, 7]]),
+    ):
         with pytest.raises(ValueError, match="x is unreduced"):
             bad(jnp.zeros(64))
 
@@ -142,7 +146,9 @@ def test_own_zeros_and_loop_carries_are_cast():
 # --- derivatives ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("check_vma, expected", [(True, [28.0] * 8), (False, 8.0 * np.arange(8))])
+@pytest.mark.parametrize(
+    ("check_vma", "expected"), [(True, [28.0] * 8), (False, 8.0 * np.arange(8))]
+)
 def test_gradients_of_a_sum_follow_the_mode(check_vma, expected):
     def f(w, x):
         return jax.grad(lambda w: jnp.sum(jax_ring.psum(w * x, "x")))(w)[None]
@@ -199,9 +205,7 @@ def test_derivatives_are_those_of_lax(transform, check_vma):
         ]
 
     x = np.random.default_rng(0).normal(size=(4, 16)).astype(np.float32)
-    for name, (ours, theirs) in zip(
-        names, per_rank(body, 4, x, check_vma=check_vma), strict=True
-    ):
+    for name, (ours, theirs) in zip(names, per_rank(body, 4, x, check_vma=check_vma), strict=True):
         np.testing.assert_allclose(ours, theirs, 2e-5, 2e-5, err_msg=name)
 
 
@@ -422,9 +426,7 @@ def test_groups_over_a_vmapped_axis():  # which lax refuses
         )
         mapped = f(integers((4, 6), np.float32))
         real = per_rank(
-            lambda v, name=name: getattr(lax, name)(
-                v, "x", axis_index_groups=halves, tiled=True
-            ),
+            lambda v, name=name: getattr(lax, name)(v, "x", axis_index_groups=halves, tiled=True),
             4,
             integers((4, 6), np.float32),
         )
@@ -533,7 +535,9 @@ def test_eval_shape_and_ahead_of_time_compilation():
     shape = jax.eval_shape(f, jax.ShapeDtypeStruct((16, 3), jnp.bfloat16))
     assert (shape.shape, shape.dtype) == ((2, 3), jnp.bfloat16)
     ready = jax.jit(f).lower(sharded(mesh(N), P("x"), (16,))).compile()
-    assert (ready(jax.device_put(jnp.ones(16), sharded(mesh(N), P("x"), (16,)).sharding)) == 8).all()
+    assert (
+        ready(jax.device_put(jnp.ones(16), sharded(mesh(N), P("x"), (16,)).sharding)) == 8
+    ).all()
 
 
 def test_donated_and_kept_operands():
@@ -547,8 +551,10 @@ def test_donated_and_kept_operands():
 
     place = sharded(mesh(N), P("x"), (64,)).sharding
     total = x.reshape(8, 8).sum(0)
-    assert (np.asarray(jax.jit(on_mesh(f), donate_argnums=0)(jax.device_put(x, place))).reshape(8, 8)
-            == total).all()
+    assert (
+        np.asarray(jax.jit(on_mesh(f), donate_argnums=0)(jax.device_put(x, place))).reshape(8, 8)
+        == total
+    ).all()
     kept = jax.device_put(x, place)
     out = jax.jit(on_mesh(g))(kept)
     assert (np.asarray(kept) == x).all()
@@ -657,7 +663,9 @@ def test_manual_over_data_alone_with_uneven_shapes(shape):
         f = jax.jit(
             jax.shard_map(
                 lambda v: (jax_ring.psum(v[0], "x"), jax_ring.pmax(v[0], "x")),
-                in_specs=P("x"), out_specs=P(), axis_names={"x"},
+                in_specs=P("x"),
+                out_specs=P(),
+                axis_names={"x"},
             )
         )
         total, top = f(x)

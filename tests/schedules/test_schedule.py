@@ -28,7 +28,8 @@ def test_schedules_do_not_import_jax():
     code = (
         "import sys, types, importlib.util as u\n"
         "spec = u.find_spec('jax_ring')\n"
-        "package = types.ModuleType('jax_ring'); package.__path__ = spec.submodule_search_locations\n"
+        "package = types.ModuleType('jax_ring')\n"
+        "package.__path__ = spec.submodule_search_locations\n"
         "sys.modules['jax_ring'] = package\n"
         "import jax_ring.schedules as s; s.verify(s.ring(8))\n"
         "sys.exit('jax' in sys.modules)"
@@ -66,7 +67,9 @@ def test_step_tables_cannot_be_changed():
 
 def test_text_says_what_travels():
     assert repr(ring(4)) == "Schedule(ring, all_reduce, ranks=4, chunks=4, steps=6)"
-    assert "step 3-5: rank r -> r+1; send (r - s) mod 4, copy into (r - s - 1) mod 4" in str(ring(4))
+    assert "step 3-5: rank r -> r+1; send (r - s) mod 4, copy into (r - s - 1) mod 4" in str(
+        ring(4)
+    )
     odd = Schedule(2, 1, [Step(((0, 1),), [0, 0], [0, 0], Op.REDUCE)], Kind.ALL_REDUCE)
     assert "step 0: 0->1; send (0) mod 1, reduce into (0) mod 1" in str(odd)
 
@@ -80,7 +83,7 @@ def test_composing_unlike_schedules_is_refused():
         compose("x", Kind.ALL_REDUCE, ring_reduce_scatter(4), ring_all_gather(5))
 
 
-@pytest.mark.parametrize("ranks, chunks", [(0, 1), (1, 0), (-1, 4)])
+@pytest.mark.parametrize(("ranks", "chunks"), [(0, 1), (1, 0), (-1, 4)])
 def test_impossible_sizes_are_refused(ranks, chunks):
     with pytest.raises(ScheduleError, match="at least 1"):
         Schedule(ranks, chunks, [], Kind.ALL_REDUCE)

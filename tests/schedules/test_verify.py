@@ -114,7 +114,9 @@ def test_a_chunk_named_twice_in_a_message():
 
 def test_no_steps_reduce_nothing():
     schedule = Schedule(2, 2, [], Kind.REDUCE_SCATTER)
-    fails(schedule, r"lacks the contributions of ranks \[1\]; it was never written", rank=0, chunk=0)
+    fails(
+        schedule, r"lacks the contributions of ranks \[1\]; it was never written", rank=0, chunk=0
+    )
 
 
 def test_a_scatter_ends_with_the_own_chunk():

@@ -1,0 +1,401 @@
+"""What the program is made of: permutes, bytes, memory, size, names. Read from compiled HLO."""
+
+import functools
+import math
+import pathlib
+import re
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from harness import compiled, integers, mesh, per_rank, same_bits, sharded
+from jax.sharding import AbstractMesh, AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jax_ring
+from jax_ring import executor
+from jax_ring.schedules import (
+    Kind,
+    Op,
+    Schedule,
+    Step,
+    ring,
+    ring_all_gather,
+    ring_reduce_scatter,
+    verify,
+)
+
+N = 8
+
+
+def program(f, length, n=N, out_specs=P(), dtype=np.float32, donate=False, shape=None):
+    """Compiles f for ranks that each hold `shape`, by default (length,)."""
+    m = mesh(n)
+    shape = (length,) if shape is None else shape
+    g = jax.shard_map(
+        lambda v: f(v.reshape(shape)), mesh=m, in_specs=P("x"), out_specs=out_specs, check_vma=True
+    )
+    whole = (n * shape[0], *shape[1:]) if shape else (n,)
+    return compiled(g, sharded(m, P("x"), whole, dtype), donate_argnums=0 if donate else ())
+
+
+def psum(v, **kwargs):
+    return jax_ring.psum(v, "x", **kwargs)
+
+
+# --- communication --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("n", [2, 3, 5, 8])
+@pytest.mark.parametrize("length", [1, 7, 64, 1001])
+def test_a_sum_is_2_n_minus_1_permutes_of_a_chunk(n, length):
+    hlo = program(psum, length, n)
+    assert hlo.permutes == [("f32", math.ceil(length / n))] * (2 * (n - 1))
+    assert hlo.other_collectives == []
+
+
+@pytest.mark.parametrize("shape", [(), (8, 3), (3, 8), (3, 5), (2, 3, 64), (16, 1, 5), (6, 4)])
+def test_a_chunk_is_no_larger_for_any_shape(shape):
+    hlo = program(psum, None, shape=shape)
+    assert hlo.permutes == [("f32", math.ceil(math.prod(shape) / N))] * 14
+
+
+@pytest.mark.parametrize("n", [2, 5, 8])
+def test_scatters_and_gathers_are_n_minus_1_permutes(n):
+    scatter = program(
+        lambda v: jax_ring.psum_scatter(v, "x", tiled=True), 3 * n, n, out_specs=P("x")
+    )
+    gather = program(lambda v: jax_ring.all_gather(v, "x", to="invarying"), 3, n)
+    for hlo in (scatter, gather):
+        assert hlo.permutes == [("f32", 3)] * (n - 1)
+        assert hlo.other_collectives == []
+
+
+def test_two_axes_are_one_ring():
+    m = mesh(2, 4)
+    f = jax.shard_map(
+        lambda v: jax_ring.psum(v, ("x", "y")), mesh=m, in_specs=P("x"), out_specs=P()
+    )
+    hlo = compiled(f, sharded(m, P("x"), (32,)))
+    assert hlo.permutes == [("f32", 2)] * 14
+
+
+def test_groups_are_rings_side_by_side():
+    f = functools.partial(psum, axis_index_groups=[[0, 2, 4, 6], [1, 3, 5, 7]])
+    assert program(f, 16, out_specs=P("x")).permutes == [("f32", 4)] * 6
+
+
+@pytest.mark.parametrize(
+    ("dtype", "bits"),
+    [
+        (ml_dtypes.bfloat16, "u16"),
+        (np.float16, "u16"),
+        (np.int8, "s8"),
+        (np.uint8, "u8"),
+        (np.int32, "s32"),
+        (np.complex64, "c64"),
+    ],
+)
+def test_nothing_is_widened_on_the_way(dtype, bits):
+    """XLA:CPU sends a bfloat16 permute as float32; its bits as an integer stay what they are."""
+    hlo = program(psum, 64, dtype=dtype)
+    assert hlo.permutes == [(bits, 8)] * 14
+
+
+def test_narrow_floats_are_gathered_as_bits():
+    for dtype, bits in [(ml_dtypes.float8_e4m3fn, "u8"), (ml_dtypes.bfloat16, "u16")]:
+        f = functools.partial(jax_ring.all_gather, axis_name="x", to="invarying")
+        assert program(f, 4, dtype=dtype).permutes == [(bits, 4)] * 7
+
+
+def test_reduce_dtype_travels_while_reducing_and_the_result_afterwards():
+    hlo = program(functools.partial(psum, reduce_dtype=jnp.float32), 64, dtype=ml_dtypes.bfloat16)
+    assert hlo.permutes == [("f32", 8)] * 7 + [("u16", 8)] * 7
+
+
+def test_a_mean_divides_chunks_not_buffers():
+    hlo = program(lambda v: jax_ring.pmean(v, "x"), 64, n=7)
+    assert hlo.counts["divide"] + hlo.counts["multiply"] > 0
+    sizes = [
+        math.prod(int(d) for d in dims.split(","))
+        for dims in re.findall(r" = f32\[([\d,]+)\]\S* (?:divide|multiply)\(", hlo.text)
+    ]
+    assert sizes
+    assert max(sizes) == 10
+
+
+# --- memory and passes over it --------------------------------------------------------------------
+
+SCALARS = 512  # bytes: XLA keeps the rank, and where each chunk starts
+
+
+@pytest.mark.parametrize("shape", [(1 << 14,), (128, 128), (1, 1 << 14), (3, 4096), (8, 16, 33)])
+@pytest.mark.parametrize("donate", [True, False])
+def test_memory_of_an_even_sum_is_two_chunks(shape, donate):
+    m = mesh(N)
+    size = math.prod(shape)
+    g = jax.shard_map(psum, mesh=m, in_specs=P("x"), out_specs=P("x"), check_vma=False)
+    whole = sharded(m, P("x"), (N * shape[0], *shape[1:]))
+    hlo = compiled(g, whole, donate_argnums=0 if donate else ())
+    assert hlo.memory.temp_size_in_bytes <= 2 * 4 * size // N + SCALARS
+    assert hlo.memory.alias_size_in_bytes == (4 * size if donate else 0)
+    # What is not donated is copied once, to be the result.
+    assert hlo.copies_of(size) == ({} if donate else {"copy": 1})
+
+
+@pytest.mark.parametrize("length", [1001, 16_001, 16_007])
+def test_memory_of_an_uneven_sum_is_one_more_buffer(length):
+    hlo = program(psum, length)
+    chunk = math.ceil(length / N)
+    assert hlo.memory.temp_size_in_bytes <= 4 * N * chunk + 2 * 4 * chunk + SCALARS
+    assert hlo.copies_of(length) == {"pad": 1, "slice": 1}
+
+
+def test_memory_of_a_scatter_is_two_chunks():
+    hlo = program(lambda v: jax_ring.psum_scatter(v, "x", tiled=True), 1 << 14, out_specs=P("x"))
+    assert hlo.memory.temp_size_in_bytes <= 2 * 4 * (1 << 14) // N + SCALARS
+    assert hlo.copies_of(1 << 14) == {}
+
+
+@pytest.mark.parametrize("tiled", [True, False])
+def test_memory_of_a_gather_is_two_chunks(tiled):
+    hlo = program(lambda v: jax_ring.all_gather(v, "x", tiled=tiled, to="invarying"), 1 << 11)
+    assert hlo.memory.temp_size_in_bytes <= 2 * 4 * (1 << 11) + SCALARS
+    assert hlo.copies_of(1 << 14) == {}
+
+
+# --- size -----------------------------------------------------------------------------------------
+
+
+def lowered_for(n, collective="psum"):
+    """StableHLO for any number of ranks; no devices are needed."""
+    m = AbstractMesh((n,), ("x",), (AxisType.Explicit,))
+    bodies = {
+        "psum": (lambda v: jax_ring.psum(v, "x"), P()),
+        "psum_scatter": (lambda v: jax_ring.psum_scatter(v, "x", tiled=True), P("x")),
+        "all_gather": (lambda v: jax_ring.all_gather(v, "x", to="invarying"), P()),
+    }
+    body, out = bodies[collective]
+    f = jax.jit(jax.shard_map(body, mesh=m, in_specs=P("x"), out_specs=out))
+    x = jax.ShapeDtypeStruct((n * n * 2,), np.float32, sharding=NamedSharding(m, P("x")))
+    return f.trace(x).lower(lowering_platforms=("cpu",)).as_text()
+
+
+@pytest.mark.parametrize("collective", ["psum", "psum_scatter", "all_gather"])
+def test_the_program_for_512_ranks_is_not_larger_than_twice_that_for_32(collective):
+    small = len(lowered_for(32, collective))
+    for n in (64, 256, 512):
+        assert len(lowered_for(n, collective)) <= 2 * small
+
+
+@pytest.mark.parametrize("n", [2, 4, 7, 8])
+@pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16])
+def test_loops_give_the_bits_of_the_unrolled_form(n, dtype):
+    x = np.random.default_rng(0).normal(size=(n, 5 * n + 1)).astype(dtype)
+    even = x[:, : 4 * n]
+
+    def f(v, w):
+        return (
+            jax_ring.psum(v, "x"),
+            jax_ring.pmean(w, "x", reduce_dtype=jnp.float32),
+            jax_ring.psum_scatter(w, "x", tiled=True),
+            jax_ring.all_gather(w, "x"),
+            jax_ring.pmax(v, "x"),
+        )
+
+    unrolled = per_rank(f, n, x, even)
+    with jax_ring.config(unroll=1):
+        rolled = per_rank(f, n, x, even)
+    assert all(map(same_bits, unrolled, rolled))
+
+
+def test_a_loop_is_one():
+    with jax_ring.config(unroll=2):
+        hlo = program(psum, 64)
+    assert hlo.counts["while"] == 2
+    assert len(hlo.permutes) == 3
+
+
+# --- any schedule ---------------------------------------------------------------------------------
+
+
+def recursive_doubling(n):
+    """The whole buffer exchanged with the partner across each bit, n a power of two."""
+    steps = [
+        Step(tuple((r, r ^ bit) for r in range(n)), [0] * n, [0] * n, Op.REDUCE)
+        for bit in (1 << i for i in range(n.bit_length() - 1))
+    ]
+    return Schedule(n, 1, steps, Kind.ALL_REDUCE, "recursive_doubling")
+
+
+def reduce_and_broadcast(n):
+    """A star through rank 0, in which most ranks are idle in each step."""
+    up = [Step(((r, 0),), [0] * n, [0] * n, Op.REDUCE) for r in range(1, n)]
+    down = [Step(((0, r),), [0] * n, [0] * n, Op.COPY) for r in range(1, n)]
+    return Schedule(n, 1, up + down, Kind.ALL_REDUCE, "star")
+
+
+def halving_doubling(n):
+    """Rabenseifner: halves, quarters, ... are reduced, then gathered; n a power of two."""
+    owned = {r: list(range(n)) for r in range(n)}
+    down, up = [], []
+    for bit in (1 << i for i in reversed(range(n.bit_length() - 1))):
+        keep = {r: [c for c in owned[r] if (c & bit) == (r & bit)] for r in range(n)}
+        give = {r: [c for c in owned[r] if (c & bit) != (r & bit)] for r in range(n)}
+        perm = tuple((r, r ^ bit) for r in range(n))
+        down.append(Step(perm, [give[r] for r in range(n)], [keep[r] for r in range(n)], Op.REDUCE))
+        up.insert(0, Step(perm, [keep[r] for r in range(n)], [give[r] for r in range(n)], Op.COPY))
+        owned = keep
+    return Schedule(n, n, down + up, Kind.ALL_REDUCE, "halving_doubling")
+
+
+def scattered_chunks(n):
+    """A gather that sends two chunks that do not lie side by side."""
+    half = n // 2
+    near = Step(
+        tuple((r, (r + half) % n) for r in range(n)),
+        [[r] for r in range(n)],
+        [[(r - half) % n] for r in range(n)],
+        Op.COPY,
+    )
+    around = [
+        Step(
+            tuple((r, (r + 1) % n) for r in range(n)),
+            [[(r - s) % n, (r - s + half) % n] for r in range(n)],
+            [[(r - 1 - s) % n, (r - 1 - s + half) % n] for r in range(n)],
+            Op.COPY,
+        )
+        for s in range(half - 1)
+    ]
+    return Schedule(n, n, [near, *around], Kind.ALL_GATHER, "two_ways")
+
+
+ALL_REDUCES = [recursive_doubling, reduce_and_broadcast, halving_doubling]
+
+
+@pytest.mark.parametrize("make", ALL_REDUCES)
+@pytest.mark.parametrize("n", [2, 4, 8])
+def test_schedules_unlike_the_ring(make, n):
+    schedule = make(n)
+    verify(schedule)
+    x = integers((n, 3 * n + 1), np.float32)
+    wide = np.ones((n, 5), ml_dtypes.bfloat16)
+    wide[n - 1] = 256
+
+    def f(v, w):
+        return (
+            jax_ring.psum(v, "x", algorithm=schedule),
+            jax_ring.pmean(v, "x", algorithm=schedule),
+            jax_ring.pmax(v, "x", algorithm=schedule),
+            jax_ring.all_reduce(v, "x", "prod", algorithm=schedule),
+            jax_ring.psum(w, "x", algorithm=schedule, reduce_dtype=jnp.float32),
+        )
+
+    total, mean, top, product, rounded = per_rank(f, n, x, wide)
+    assert (total == x.sum(0)).all()
+    np.testing.assert_allclose(mean, np.tile(x.mean(0), (n, 1)), 1e-6)
+    assert (top == x.max(0)).all()
+    assert (product == x.prod(0)).all()
+    assert (rounded == np.float32(256 + n - 1).astype(ml_dtypes.bfloat16)).all()
+
+
+@pytest.mark.parametrize("make", ALL_REDUCES)
+@pytest.mark.parametrize("n", [2, 4, 16])
+def test_schedules_unlike_the_ring_over_a_vmapped_axis(make, n):
+    x = integers((n, 3 * n + 1), np.float32) + 1
+    for op, numpy in (("sum", np.sum), ("max", np.max), ("min", np.min)):
+        f = functools.partial(jax_ring.all_reduce, axis_name="i", op=op, algorithm=make(n))
+        assert (jax.vmap(f, axis_name="i")(x) == numpy(x, axis=0)).all()
+
+
+@pytest.mark.parametrize("n", [4, 8])
+def test_messages_of_chunks_that_are_not_neighbours(n):
+    schedule = scattered_chunks(n)
+    verify(schedule)
+    x = integers((n, 3), np.float32, high=99)
+    out = per_rank(lambda v: jax_ring.all_gather(v, "x", algorithm=schedule), n, x)
+    assert (np.asarray(out) == x).all()
+
+
+def test_a_scatter_whose_result_is_not_the_last_value():
+    """Each rank sends all chunks straight to their owners; the owner's turn comes at any step."""
+    n = 4
+    ranks = np.arange(n)
+    steps = [
+        Step(tuple((r, (r + d) % n) for r in range(n)), (ranks + d) % n, ranks, Op.REDUCE)
+        for d in range(1, n)
+    ]
+    direct = Schedule(n, n, steps, Kind.REDUCE_SCATTER, "direct")
+    verify(direct)
+    x = integers((n, 2 * n), np.float32)
+    out = per_rank(
+        lambda v: (
+            jax_ring.psum_scatter(v, "x", tiled=True, algorithm=direct),
+            jax_ring.reduce_scatter(v, "x", "mean", tiled=True, algorithm=direct),
+        ),
+        n,
+        x,
+    )
+    assert (np.asarray(out[0]).reshape(-1) == x.sum(0)).all()
+    np.testing.assert_allclose(np.asarray(out[1]).reshape(-1), x.mean(0), 1e-6)
+
+
+def test_the_ring_forwards_and_stores_only_finished_chunks():
+    plan = executor.plan(ring(8))
+    assert not plan.partial_sums_stored
+    assert [(s.count, s.load_first, s.load_rest, s.store) for s in plan.segments] == [
+        (6, True, False, False),
+        (1, False, False, True),
+        (7, False, False, True),
+    ]
+    assert executor.plan(ring_reduce_scatter(8)).result_is_last_value
+    assert not any(s.store for s in executor.plan(ring_reduce_scatter(8)).segments)
+    assert all(not s.load_first for s in executor.plan(ring_all_gather(8)).segments)
+
+
+def test_partial_sums_in_the_buffer_are_noticed():
+    assert executor.plan(recursive_doubling(4)).partial_sums_stored
+    assert executor.plan(halving_doubling(8)).partial_sums_stored
+
+
+# --- profiles, caches, limits ---------------------------------------------------------------------
+
+
+def test_every_step_has_a_name():
+    m = mesh(N)
+    f = jax.shard_map(psum, mesh=m, in_specs=P("x"), out_specs=P())
+    text = jax.jit(f).lower(sharded(m, P("x"), (64,))).compile().as_text()
+    for s in range(7):
+        assert f"jax_ring.psum/ring/reduce_scatter/{s}/" in text
+        assert f"jax_ring.psum/ring/all_gather/{7 + s}/" in text
+
+
+def test_more_than_2_to_the_31_elements_do_not_overflow_an_index():
+    """Lowered only: the starts of chunks must fit their type."""
+    length = 2**31 + 8
+    m = AbstractMesh((8,), ("x",), (AxisType.Explicit,))
+    for shape in ((length,), (length, 1), (1, length)):
+        f = jax.jit(jax.shard_map(psum, mesh=m, in_specs=P(None), out_specs=P()))
+        x = jax.ShapeDtypeStruct(shape, np.int8, sharding=NamedSharding(m, P()))
+        text = f.trace(x).lower(lowering_platforms=("cpu",)).as_text()
+        assert f"tensor<8x{length // 8}xi8>" in text
+        constants = [int(c) for c in re.findall(r"dense<(-?\d+)> : tensor<i32>", text)]
+        assert max(map(abs, constants)) <= 8
+
+
+def test_two_traces_give_the_same_program():
+    assert lowered_for(8) == lowered_for(8)
+
+
+def test_lax_is_called_with_what_the_ring_does_not_know():
+    assert lax.ppermute  # the only lax collective that the package emits
+
+    root = pathlib.Path(executor.__file__).parent
+    users = {p.name for p in root.rglob("*.py") if re.search(r"lax\.ppermute\(", p.read_text())}
+    assert users == {"executor.py"}
+    private = {p.name for p in root.rglob("*.py") if "jax._src" in p.read_text()}
+    assert private == {"_compat.py"}
+    partitioning = {p.name for p in root.rglob("*.py") if "custom_partitioning" in p.read_text()}
+    assert not partitioning
