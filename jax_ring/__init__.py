@@ -1,6 +1,26 @@
-"""jax_ring: the collective as your own program."""
+"""jax_ring: the collective as your own program.
 
-from jax_ring import schedules
+Drop-in replacements for `jax.lax.psum`, `pmean`, `pmax`, `pmin`, `psum_scatter` and `all_gather`,
+built as explicit algorithms from `jax.lax.ppermute` inside `jax.shard_map`:
+
+- the collectives, and their generic forms `all_reduce` and `reduce_scatter`;
+- `jax_ring.schedules`: algorithms as data, with a verifier and a cost model;
+- `jax_ring.config`: settings, from `JAX_RING_*` or for a block of code;
+- `jax_ring.native`: what came of loading the compiled part.
+
+Example:
+  >>> import jax, jax.numpy as jnp, jax_ring
+  >>> from jax.sharding import PartitionSpec as P
+  >>> mesh = jax.sharding.Mesh(jax.devices(), "data")
+  >>> @jax.jit
+  ... @jax.shard_map(mesh=mesh, in_specs=P("data"), out_specs=P())
+  ... def total(x):
+  ...     return jax_ring.psum(x.sum(), "data")
+  >>> print(total(jnp.arange(16.0)))
+  120.0
+"""
+
+from jax_ring import native, schedules
 from jax_ring.collectives import (
     all_gather,
     all_reduce,
@@ -18,6 +38,7 @@ __all__ = [
     "all_gather",
     "all_reduce",
     "config",
+    "native",
     "pmax",
     "pmean",
     "pmin",
@@ -26,3 +47,5 @@ __all__ = [
     "reduce_scatter",
     "schedules",
 ]
+
+native.load()

@@ -1,0 +1,59 @@
+import dataclasses
+
+import pytest
+
+import jax_ring
+from jax_ring.config import Settings, current
+
+
+def test_defaults():
+    assert Settings.from_environment({}) == Settings("ring", 32, True)
+
+
+@pytest.mark.parametrize(
+    ("variable", "text", "field", "value"),
+    [
+        ("JAX_RING_ALGORITHM", " XLA ", "algorithm", "xla"),
+        ("JAX_RING_UNROLL", "7", "unroll", 7),
+        ("JAX_RING_NATIVE", "0", "native", False),
+        ("JAX_RING_NATIVE", "true", "native", True),
+    ],
+)
+def test_variables(variable, text, field, value):
+    expected = dataclasses.replace(Settings(), **{field: value})
+    assert Settings.from_environment({variable: text}) == expected
+
+
+@pytest.mark.parametrize(
+    ("variable", "text"),
+    [
+        ("JAX_RING_ALGORITHM", "tree"),
+        ("JAX_RING_UNROLL", "0"),
+        ("JAX_RING_UNROLL", "many"),
+        ("JAX_RING_NATIVE", "2"),
+    ],
+)
+def test_bad_values_name_the_variable(variable, text):
+    with pytest.raises(ValueError, match=f"{variable}.*got '?{text}"):
+        Settings.from_environment({variable: text})
+
+
+def test_settings_hold_for_a_block():
+    before = current()
+    with jax_ring.config(unroll=3, algorithm="xla"):
+        assert (current().unroll, current().algorithm) == (3, "xla")
+        with jax_ring.config(unroll=5):
+            assert (current().unroll, current().algorithm) == (5, "xla")
+    assert current() == before
+    with pytest.raises(RuntimeError), jax_ring.config(unroll=3):
+        raise RuntimeError
+    assert current() == before
+
+
+def test_unknown_and_bad_settings():
+    with pytest.raises(TypeError, match="colour"), jax_ring.config(colour="red"):
+        pass
+    with pytest.raises(ValueError, match="unroll.*got 0"), jax_ring.config(unroll=0):
+        pass
+    with pytest.raises(ValueError, match="native.*got 1"), jax_ring.config(native=1):
+        pass
