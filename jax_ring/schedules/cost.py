@@ -26,8 +26,9 @@ def cost(schedule: Schedule, nbytes: float, alpha: float, beta: float) -> float:
 
     Example:
       >>> from jax_ring.schedules import ring
-      >>> cost(ring(8), nbytes=1e9, alpha=0.0, beta=1 / 400e9)  # 2 (7/8) S / B
-      0.004375
+      >>> seconds = cost(ring(8), nbytes=1e9, alpha=0.0, beta=1 / 400e9)  # 2 (7/8) S / B
+      >>> print(f"{seconds * 1e3:.3f} ms")
+      4.375 ms
     """
     for name, value in (("nbytes", nbytes), ("alpha", alpha), ("beta", beta)):
         if value < 0:
