@@ -119,8 +119,8 @@ def pmean(
     Example:
       >>> import jax, jax.numpy as jnp, jax_ring
       >>> x = jnp.full((8, 2), 10_000, jnp.float16)  # whose sum is more than float16 holds
-      >>> print(jax.vmap(lambda x: jax_ring.pmean(x, "i"), axis_name="i")(x)[0])
-      [10000. 10000.]
+      >>> print(jax.vmap(lambda x: jax_ring.pmean(x, "i"), axis_name="i")(x)[0].tolist())
+      [10000.0, 10000.0]
     """
     return _all_reduce(
         "pmean", x, axis_name, "mean", None, axis_index_groups, algorithm, reduce_dtype

@@ -170,7 +170,7 @@ def test_any_shape_against_lax(n, shape, dtype, check_vma, seed):
     n=st.sampled_from([2, 3, 8]),
     before=st.lists(st.integers(1, 3), max_size=2),
     after=st.lists(st.integers(0, 3), max_size=2),
-    blocks=st.integers(0, 3),
+    blocks=st.integers(1, 3),
     tiled=st.booleans(),
     negative=st.booleans(),
 )
@@ -182,6 +182,16 @@ def test_any_scatter_and_gather_against_lax(n, before, after, blocks, tiled, neg
     assert_like_lax("psum_scatter", x, n, scatter_dimension=d, tiled=tiled)
     ndim = x.ndim - 1 + (not tiled)
     assert_like_lax("all_gather", x, n, axis=d - ndim if negative else d, tiled=tiled)
+
+
+def test_scattering_and_gathering_nothing():  # which lax does not lower
+    x = np.zeros((N, 0, 3), np.float32)
+
+    def f(v):
+        return jax_ring.psum_scatter(v, "x", tiled=True), jax_ring.all_gather(v, "x", tiled=True)
+
+    block, whole = per_rank(f, N, x)
+    assert block.shape == whole.shape == (N, 0, 3)
 
 
 def test_negative_scatter_dimensions():  # which fail late in lax
