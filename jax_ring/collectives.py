@@ -25,7 +25,7 @@ from jax import lax
 from jax_ring import _compat, primitives
 from jax_ring.config import ALGORITHMS, current
 from jax_ring.executor import Array, Communicator, Groups
-from jax_ring.primitives import MAX, MIN, PROD, SUM, Axes, Reduction
+from jax_ring.primitives import MAX, MIN, PROD, SUM, Axes, Method, Reduction
 from jax_ring.schedules import Kind, Schedule, verify
 
 Tree = TypeVar("Tree")
@@ -413,7 +413,7 @@ def all_gather(
             tiled=tiled,
             size=ranks,
             to=to,
-            algorithm=chosen,
+            method=Method(chosen, current().unroll),
         )
 
     result: Tree = jax.tree.map(gather, x)
@@ -479,7 +479,7 @@ def _bind_all_reduce(
         reduction=reduction,
         mean=mean,
         reduce_dtype=partial_dtype,
-        algorithm=algorithm,
+        method=Method(algorithm, current().unroll),
         invariant=groups is None and _compat.check_vma(),
         unreduced=unreduced,
     )
@@ -559,7 +559,7 @@ def _reduce_scatter(
             reduction=reduction,
             mean=inside,
             reduce_dtype=partial_dtype,
-            algorithm=chosen,
+            method=Method(chosen, current().unroll),
             unreduced=unreduced,
         )
         return result / ranks if exact_mean else result

@@ -30,7 +30,6 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from jax_ring import _compat, executor, layout
-from jax_ring.config import current
 from jax_ring.executor import Array, Communicator, Groups
 from jax_ring.schedules import Kind, Schedule, ring, ring_all_gather, ring_reduce_scatter
 
@@ -101,13 +100,27 @@ _RINGS: dict[Kind, Callable[[int], Schedule]] = {
 }
 
 
-def _schedule(algorithm: str | Schedule, kind: Kind, ranks: int) -> Schedule:
-    return algorithm if isinstance(algorithm, Schedule) else _RINGS[kind](ranks)
+@dataclasses.dataclass(frozen=True)
+class Method:
+    """How a collective is carried out, settled when it is called.
 
+    Attributes:
+      algorithm: "ring" or a schedule.
+      unroll: longer runs of like steps become a loop.
+    """
 
-def _named(algorithm: str | Schedule) -> str:
-    """The algorithm of a transposed collective: a schedule computes one kind only."""
-    return algorithm if isinstance(algorithm, str) else "auto"
+    algorithm: str | Schedule
+    unroll: int
+
+    def schedule(self, kind: Kind, ranks: int) -> Schedule:
+        """The schedule for a collective of some ranks."""
+        if isinstance(self.algorithm, Schedule):
+            return self.algorithm
+        return _RINGS[kind](ranks)
+
+    def for_others(self) -> Method:
+        """The method for another kind of collective, or over other ranks: a schedule fits one."""
+        return self if isinstance(self.algorithm, str) else Method("ring", self.unroll)
 
 
 def _arithmetic(
@@ -135,7 +148,7 @@ def _all_reduce(
     reduction: Reduction,
     mean: bool,
     reduce_dtype: Any,
-    algorithm: str | Schedule,
+    method: Method,
     invariant: bool,
     unreduced: bool,
     emulated: bool = False,
@@ -146,7 +159,7 @@ def _all_reduce(
     for comm in _communicators(axes, groups, emulated):
         if comm.size == 1 or x.size == 0:
             continue
-        schedule = _schedule(algorithm, Kind.ALL_REDUCE, comm.size)
+        schedule = method.schedule(Kind.ALL_REDUCE, comm.size)
         division = layout.choose(x, schedule.chunks)
         buffer = executor.all_reduce(
             schedule,
@@ -155,7 +168,7 @@ def _all_reduce(
             _arithmetic(reduction, mean, comm.size, reduce_dtype),
             axis=division.axis,
             block=division.block,
-            unroll=current().unroll,
+            unroll=method.unroll,
             label=f"jax_ring.{_label(reduction, mean)}/{schedule.name}",
         )
         reduced = division.restore(buffer, x.shape)
@@ -187,7 +200,7 @@ def _all_reduce_tangent(
     if reduction == SUM:
         result: Array = all_reduce_p.bind(t, reduction=SUM, **params)
         return result
-    params = {**params, "reduction": SUM, "algorithm": _named(params["algorithm"])}
+    params = {**params, "reduction": SUM, "method": params["method"].for_others()}
     if reduction in (MAX, MIN):
         # As jnp.max: the tangents of all ranks that hold the extremum count alike.
         chosen = x == cast_varying(y, axes)
@@ -203,7 +216,7 @@ def _all_reduce_tangent(
             tiled=False,
             size=axis_size(axes),
             to="varying",
-            algorithm=params["algorithm"],
+            method=params["method"],
         )
         own = lax.broadcasted_iota(jnp.int32, everyone.shape, 0) == _index(axes)
         others = jnp.prod(jnp.where(own, jnp.ones_like(everyone), everyone), axis=0)
@@ -239,6 +252,8 @@ def _all_reduce_batch(
         return all_reduce_p.bind(x, axes=axes, **params), d
     groups = params["groups"]
     rest = _without(axis_data.name, axes, groups)
+    if rest:
+        params["method"] = params["method"].for_others()
     if d is None and groups is None and params["reduction"] in (SUM, MAX, MIN):
         # Known by every rank already, so nothing is sent.
         summed = params["reduction"] == SUM and not params["mean"]
@@ -294,7 +309,7 @@ def _reduce_scatter(
     reduction: Reduction,
     mean: bool,
     reduce_dtype: Any,
-    algorithm: str | Schedule,
+    method: Method,
     unreduced: bool,
     emulated: bool = False,
 ) -> Array:
@@ -304,7 +319,7 @@ def _reduce_scatter(
     shape = _scattered_shape(x.shape, dimension, tiled, size)
     if size == 1 or x.size == 0:
         return x.reshape(shape)
-    schedule = _schedule(algorithm, Kind.REDUCE_SCATTER, size)
+    schedule = method.schedule(Kind.REDUCE_SCATTER, size)
     chunk = executor.reduce_scatter(
         schedule,
         x,
@@ -312,7 +327,7 @@ def _reduce_scatter(
         _arithmetic(reduction, mean, size, reduce_dtype),
         axis=dimension,
         block=x.shape[dimension] // size,
-        unroll=current().unroll,
+        unroll=method.unroll,
         label=f"jax_ring.reduce_scatter/{schedule.name}",
     )
     return chunk.reshape(shape)
@@ -352,7 +367,7 @@ def _reduce_scatter_jvp(
     # Not linear: its own slice of the all-reduce's tangent.
     names = ("axes", "groups", "reduction", "mean", "reduce_dtype")
     whole = {name: params[name] for name in names}
-    whole |= {"algorithm": _named(params["algorithm"]), "invariant": False, "unreduced": False}
+    whole |= {"method": params["method"].for_others(), "invariant": False, "unreduced": False}
     tangent = _all_reduce_tangent(x, all_reduce_p.bind(x, **whole), t, **whole)
     return y, _own_slice(tangent, **params)
 
@@ -381,7 +396,7 @@ def _reduce_scatter_transpose(ct: Any, x: Any, **params: Any) -> tuple[Any]:
         ct = ct / params["size"]
     to = "reduced" if params["unreduced"] else "varying"
     shared = {name: params[name] for name in names}
-    return (all_gather_p.bind(ct, to=to, algorithm=_named(params["algorithm"]), **shared),)
+    return (all_gather_p.bind(ct, to=to, method=params["method"].for_others(), **shared),)
 
 
 def _reduce_scatter_batch(
@@ -417,7 +432,7 @@ def _scatter_in_turn(
                 dimension=dimension,
                 tiled=False,
                 size=n,
-                **{**params, "algorithm": _named(params["algorithm"])},
+                **{**params, "method": params["method"].for_others()},
             )
         return v
 
@@ -446,7 +461,7 @@ def _all_gather(
     tiled: bool,
     size: int,
     to: str,
-    algorithm: str | Schedule,
+    method: Method,
     emulated: bool = False,
 ) -> Array:
     """The program of an all-gather."""
@@ -455,14 +470,14 @@ def _all_gather(
     shape = _gathered_shape(x.shape, dimension, tiled, size)
     if size == 1 or x.size == 0:
         return x.reshape(shape)
-    schedule = _schedule(algorithm, Kind.ALL_GATHER, size)
+    schedule = method.schedule(Kind.ALL_GATHER, size)
     buffer = executor.all_gather(
         schedule,
         x if tiled else lax.expand_dims(x, [dimension]),
         comm,
         axis=dimension,
         block=x.shape[dimension] if tiled else 1,
-        unroll=current().unroll,
+        unroll=method.unroll,
         label=f"jax_ring.all_gather/{schedule.name}",
     )
     return buffer
@@ -496,7 +511,7 @@ def _all_gather_type(
 
 
 def _all_gather_transpose(ct: Any, x: Any, **params: Any) -> tuple[Any]:
-    to, algorithm = params.pop("to"), params.pop("algorithm")
+    to, method = params.pop("to"), params.pop("method")
     if to == "invarying":
         return (_own_slice(cast_varying(ct, params["axes"]), **params),)
     scatter = reduce_scatter_p.bind(
@@ -504,7 +519,7 @@ def _all_gather_transpose(ct: Any, x: Any, **params: Any) -> tuple[Any]:
         reduction=SUM,
         mean=False,
         reduce_dtype=default_reduce_dtype(x.aval.dtype, mean=False),
-        algorithm=_named(algorithm),
+        method=method.for_others(),
         unreduced=to == "reduced",
         **params,
     )
@@ -533,7 +548,7 @@ def _gather_in_turn(
 ) -> tuple[Any, Any]:
     """Gathers over several axes, one of them vmapped: one axis after the other, minor first."""
     dimension, size = params.pop("dimension"), params.pop("size")
-    params["algorithm"] = _named(params["algorithm"])
+    params["method"] = params["method"].for_others()
 
     def body(v: Array) -> Array:
         shape = _gathered_shape(v.shape, dimension, tiled, size)

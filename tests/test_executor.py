@@ -212,8 +212,11 @@ def test_loops_give_the_bits_of_the_unrolled_form(n, dtype):
 
 
 def test_a_loop_is_one():
-    with jax_ring.config(unroll=2):
-        hlo = program(psum, 64)
+    def f(v):
+        with jax_ring.config(unroll=2):  # as it is when the collective is called
+            return psum(v)
+
+    hlo = program(f, 64)
     assert hlo.counts["while"] == 2
     assert len(hlo.permutes) == 3
 

@@ -456,7 +456,7 @@ def test_a_vmapped_axis_inside_of_a_mesh_axis():
         def f(u):
             names = ("x", "i")
             return (
-                jax_ring.psum(u, names),
+                jax_ring.psum(u, names, algorithm=jax_ring.schedules.ring(12)),
                 jax_ring.pmean(u, names),
                 jax_ring.psum_scatter(u, names),
                 jax_ring.all_gather(u[:2], names, tiled=True),
