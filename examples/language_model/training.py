@@ -1,0 +1,342 @@
+"""The run from start to end: train, evaluate, save, check against the other collective, report."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import time
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+from jax.flatten_util import ravel_pytree
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+from rich.console import Console
+from rich.panel import Panel
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.text import Text
+
+import jax_ring
+from language_model import parallel, report
+from language_model.checkpoint import Checkpoints
+from language_model.config import Config
+from language_model.data import Batches, Bytes, Corpus, evaluation_batches, load_corpus
+from language_model.model import Transformer, generate, init_model
+
+EVALUATION_BATCHES = 4
+
+
+@dataclasses.dataclass(frozen=True)
+class Setup:
+    """What stays the same throughout a run, whichever collective reduces.
+
+    Attributes:
+      config: the options.
+      corpus: the text.
+      mesh: the ranks.
+      graph: the model's structure.
+      optimizer: the optimizer.
+    """
+
+    config: Config
+    corpus: Corpus
+    mesh: Mesh
+    graph: nnx.GraphDef[Transformer]
+    optimizer: optax.GradientTransformation
+
+    def initial_state(self) -> parallel.TrainState:
+        """The state before the first step, the same for the same seed."""
+        _, params = init_model(self.config)
+        state = parallel.TrainState(params, self.optimizer.init(params))
+        return parallel.replicate(self.mesh, state)
+
+    def batches(self) -> Batches:
+        """The training data from its start."""
+        c = self.config
+        return Batches(self.corpus.train, c.window, c.batch, c.seed)
+
+    def compile_step(self, collective: str) -> Any:
+        """The train step, compiled ahead of its first call; `as_text()` gives its HLO."""
+        step = parallel.make_train_step(
+            self.mesh, self.graph, self.optimizer, parallel.mean_by(collective)
+        )
+        shape = (self.config.batch, self.config.window + 1)
+        windows = parallel.split_batch(self.mesh, np.zeros(shape, np.uint8))
+        # Without a loop over the ring's steps, so that each is an instruction we can count.
+        with jax_ring.config(unroll=max(2, self.config.devices)):
+            return step.lower(self.initial_state(), windows).compile()
+
+
+class Trainer:
+    """A run in progress: its state, its place in the data, its losses and its timings."""
+
+    def __init__(self, setup: Setup, collective: str) -> None:
+        """Compiles the step and starts from the seed."""
+        config, mean = setup.config, parallel.mean_by(collective)
+        self.setup, self.collective = setup, collective
+        # The data first: that a text is too short should not be told after the compilation.
+        self.batches = setup.batches()
+        self._held_out = evaluation_batches(
+            setup.corpus.validation, config.window, config.batch, EVALUATION_BATCHES
+        )
+        self.compiled, self.state = setup.compile_step(collective), setup.initial_state()
+        self.history, self.timings = report.History(), report.Timings()
+        self.elements = ravel_pytree((jnp.zeros(()), self.state.params))[0].size
+        self._evaluate = parallel.make_evaluate(setup.mesh, setup.graph, mean)
+        self._reduction = parallel.make_reduction(setup.mesh, mean)
+        self._rows = jnp.zeros(
+            (config.devices, self.elements), device=NamedSharding(setup.mesh, P(parallel.AXIS))
+        )
+
+    @property
+    def step(self) -> int:
+        """Steps taken."""
+        return len(self.history.train)
+
+    def train_step(self) -> None:
+        """Takes one step and notes its loss and time."""
+        start = time.perf_counter()
+        windows = self._on_devices(self.batches.next())
+        self.state, loss = self.compiled(self.state, windows)
+        self.history.train.append(float(loss))
+        self.timings.step.append(time.perf_counter() - start)
+
+    def time_reduction(self) -> None:
+        """Times the reduction by itself; the first call compiles and is not counted."""
+        if not self.timings.reduction:
+            self._reduction(self._rows).block_until_ready()
+        start = time.perf_counter()
+        self._reduction(self._rows).block_until_ready()
+        self.timings.reduction.append(time.perf_counter() - start)
+
+    def evaluate(self) -> None:
+        """Notes the validation loss."""
+        losses = [
+            float(self._evaluate(self.state.params, self._on_devices(windows)))
+            for windows in self._held_out
+        ]
+        self.history.validation.append((self.step, float(np.mean(losses))))
+
+    def resume(self, checkpoints: Checkpoints) -> None:
+        """Continues from the newest checkpoint."""
+        restored = checkpoints.restore(self.state)
+        self.state = restored.state
+        self.batches.go_to(restored.place)
+        self.history = report.History(**restored.history)
+
+    def save(self, checkpoints: Checkpoints) -> None:
+        """Writes a checkpoint of all that `resume` needs."""
+        history = dataclasses.asdict(self.history)
+        checkpoints.save(self.step, self.state, self.batches.place(), history)
+
+    def _on_devices(self, windows: Bytes) -> jax.Array:
+        return parallel.split_batch(self.setup.mesh, windows)
+
+
+def run(config: Config, console: Console) -> int:
+    """Trains by the options and reports.
+
+    Returns:
+      The exit status: 0, or 1 if a check failed, or 130 after Ctrl-C.
+
+    Raises:
+      ConfigError: for options that only now turn out not to work.
+    """
+    logging.getLogger("absl").setLevel(logging.ERROR)  # orbax tells about every checkpoint
+    with Checkpoints(config) as checkpoints:
+        setup = prepare(config)
+        console.print(describe(setup))
+        with console.status(f"compiling the train step ({config.collective})"):
+            trainer = Trainer(setup, config.collective)
+        if config.resume:
+            trainer.resume(checkpoints)
+            console.print(f"resumed after step {trainer.step}")
+        try:
+            train(trainer, checkpoints, console)
+        except KeyboardInterrupt:
+            console.print(interrupted(trainer, checkpoints), soft_wrap=True)
+            return 130
+    return finish(trainer, console)
+
+
+def prepare(config: Config) -> Setup:
+    """Reads the text and sets up mesh, model and optimizer."""
+    corpus, mesh = load_corpus(config.corpus_bytes), parallel.make_mesh(config.devices)
+    graph, _ = init_model(config)
+    return Setup(config, corpus, mesh, graph, parallel.make_optimizer(config))
+
+
+def describe(setup: Setup) -> str:
+    """A line each about the text, what is held out, and the mesh."""
+    c, text = setup.config, setup.corpus
+    kind = setup.mesh.devices.flat[0].platform
+    return (
+        f"text: {len(text.train):,} bytes of {text.train_files} standard library files\n"
+        f"held out: {len(text.validation):,} bytes of {text.validation_files} others\n"
+        f"mesh: {c.devices} {kind} devices, {c.batch // c.devices} of {c.batch} windows each; "
+        f"gradients averaged by {c.collective}"
+    )
+
+
+def train(trainer: Trainer, checkpoints: Checkpoints, console: Console) -> None:
+    """Takes the remaining steps, with a progress bar."""
+    config = trainer.setup.config
+    with _progress(console) as progress:
+        task = progress.add_task("", total=config.steps, loss=0.0, rate=0.0, share=0.0)
+        while trainer.step < config.steps:
+            trainer.train_step()
+            last = trainer.step == config.steps
+            if trainer.step % config.measure_every == 0 or last:
+                trainer.time_reduction()
+            if trainer.step % config.evaluate_every == 0 or last:
+                trainer.evaluate()
+                progress.console.print(_losses_line(trainer))
+            if checkpoints.due(trainer.step):
+                trainer.save(checkpoints)
+            progress.update(task, completed=trainer.step, **_live_numbers(trainer))
+
+
+def _progress(console: Console) -> Progress:
+    return Progress(
+        TextColumn("step {task.completed}/{task.total}"),
+        BarColumn(),
+        TextColumn("[bold]{task.fields[loss]:.3f}[/] bits/byte"),
+        TextColumn("{task.fields[rate]:,.0f} tokens/s"),
+        TextColumn("{task.fields[share]:.0%} communication"),
+        TimeRemainingColumn(),
+        console=console,
+    )
+
+
+def _live_numbers(trainer: Trainer) -> dict[str, Any]:
+    config, recent = trainer.setup.config, trainer.timings.step[-20:]
+    return {
+        "loss": float(np.mean(trainer.history.train[-10:])),
+        "rate": config.batch * config.window * len(recent) / sum(recent),
+        "share": trainer.timings.share(),
+    }
+
+
+def _losses_line(trainer: Trainer) -> str:
+    recent = np.mean(trainer.history.train[-10:])
+    step, validation = trainer.history.validation[-1]
+    return f"step {step:4d}: training {recent:.3f}, validation {validation:.3f} bits/byte"
+
+
+def interrupted(trainer: Trainer, checkpoints: Checkpoints) -> str:
+    """What to tell after Ctrl-C."""
+    saved = checkpoints.latest()
+    advice = (
+        f"continue from step {saved} with --resume"
+        if saved is not None
+        else "no checkpoint was written; pass --checkpoint-dir to keep some"
+    )
+    return f"interrupted after step {trainer.step}; {advice}"
+
+
+def finish(trainer: Trainer, console: Console) -> int:
+    """Plot, sample, table and check; returns the exit status."""
+    setup, config = trainer.setup, trainer.setup.config
+    unigram = setup.corpus.unigram_bits()
+    sent = report.communication(
+        trainer.collective,
+        config.devices,
+        trainer.elements,
+        trainer.compiled.as_text(),
+        trainer.timings,
+    )
+    console.print(Panel(sample(trainer), title="sample", title_align="left"))
+    console.print(report.communication_table(sent))
+    with console.status("repeating the first steps with the other collective"):
+        check = compare_collectives(trainer)
+    write_outputs(trainer, sent, unigram, check)
+    console.print(
+        f"{check.verdict(config)}\n"
+        f"check: the compiled step communicates as the schedule says: {_verdict(sent.agrees)}\n"
+        f"validation: {trainer.history.validation[-1][1]:.3f} bits/byte; "
+        f"unigram entropy: {unigram:.3f}\n"
+        f"plot: {config.output_dir / 'loss.png'}",
+        soft_wrap=True,
+    )
+    return 0 if check.passed(config) and sent.agrees else 1
+
+
+def sample(trainer: Trainer) -> Text:
+    """Text by the trained model, on one device."""
+    config, mesh = trainer.setup.config, trainer.setup.mesh
+    params = jax.device_put(trainer.state.params, mesh.devices.flat[0])
+    text = generate(trainer.setup.graph, params, config.prompt.encode(), config)
+    return Text(text.decode("utf-8", errors="replace"))
+
+
+@dataclasses.dataclass(frozen=True)
+class Check:
+    """The first steps repeated with the other collective.
+
+    Attributes:
+      other: the other collective.
+      steps: how many steps were repeated.
+      difference: largest difference of their losses, in bits per byte.
+    """
+
+    other: str
+    steps: int
+    difference: float
+
+    def passed(self, config: Config) -> bool:
+        """Whether the losses are the same within the tolerance."""
+        return self.difference <= config.tolerance
+
+    def verdict(self, config: Config) -> str:
+        """One line for the reader."""
+        if not self.steps:
+            return (
+                f"check: {config.collective} was not compared with {self.other} (--check-steps 0)"
+            )
+        return (
+            f"check: the first {self.steps} losses by {config.collective} and by {self.other} "
+            f"differ by at most {self.difference:.1e} bits/byte (tolerance "
+            f"{config.tolerance:.0e}): {_verdict(self.passed(config))}"
+        )
+
+
+def _verdict(passed: bool) -> str:
+    return "passed" if passed else "FAILED"
+
+
+def compare_collectives(trainer: Trainer) -> Check:
+    """Repeats the first steps from the same seed with the other collective.
+
+    The two sum the ranks' gradients in different orders, so they agree up to rounding only, and
+    the optimizer lets the difference grow from step to step.
+    """
+    other = "psum" if trainer.collective == "ring" else "ring"
+    steps = min(trainer.setup.config.check_steps, trainer.step)
+    if not steps:
+        return Check(other, 0, 0.0)
+    again = Trainer(trainer.setup, other)
+    for _ in range(steps):
+        again.train_step()
+    pairs = zip(trainer.history.train[:steps], again.history.train, strict=True)
+    return Check(other, steps, max(abs(a - b) for a, b in pairs))
+
+
+def write_outputs(
+    trainer: Trainer, sent: report.Communication, unigram: float, check: Check
+) -> None:
+    """Writes loss.png and metrics.json into the output directory."""
+    config = trainer.setup.config
+    config.output_dir.mkdir(parents=True, exist_ok=True)
+    title = f"Data-parallel training on {config.devices} ranks, gradients by {config.collective}"
+    report.plot_losses(config.output_dir / "loss.png", trainer.history, unigram, title)
+    report.write_metrics(
+        config.output_dir / "metrics.json",
+        trainer.history,
+        sent,
+        unigram=unigram,
+        check={**dataclasses.asdict(check), "tolerance": config.tolerance},
+    )
