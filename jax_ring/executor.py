@@ -1,16 +1,13 @@
 """Turns a schedule into a program: the only place that emits communication.
 
-A `Plan` is made once for each schedule by looking at its tables: which steps can forward the value
-that the step before produced, which must store what they produce, and which runs of steps are
-alike and may become a loop. Executing it is then a `ppermute`, a slice and a reduction a step.
+Each step is a `ppermute`, a slice and a reduction, as `jax_ring.plan` decides.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import jax
@@ -18,156 +15,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jax_ring.schedules import Kind, Op, Schedule, Step
+from jax_ring.plan import Segment, own_chunks, plan
+from jax_ring.schedules import Op, Schedule
 from jax_ring.schedules.schedule import Perm, Table, affine
 
 Array = jax.Array
 Groups = tuple[tuple[int, ...], ...]
-
-
-# --- planning ------------------------------------------------------------------------------------
-
-
-@dataclasses.dataclass(frozen=True)
-class Segment:
-    """Consecutive steps of one run that execute alike.
-
-    Attributes:
-      first: the first step.
-      count: how many steps.
-      advance: what the chunk indices of each next step are ahead.
-      start: the index of the first step in the schedule.
-      load_first: whether the first step sends chunks from the buffer; otherwise it forwards the
-        value that the step before produced.
-      load_rest: the same for all steps after the first.
-      store: whether what the steps produce is written to the buffer.
-    """
-
-    first: Step
-    count: int
-    advance: int
-    start: int
-    load_first: bool
-    load_rest: bool
-    store: bool
-
-
-@dataclasses.dataclass(frozen=True)
-class Plan:
-    """How a schedule is executed.
-
-    Attributes:
-      segments: the steps, in order.
-      partial_sums_stored: whether the buffer holds partial sums on the way. It must then have the
-        type of the sums; otherwise only finished values are written to it.
-      result_is_last_value: whether what the last step produces is a reduce-scatter's result.
-    """
-
-    segments: tuple[Segment, ...]
-    partial_sums_stored: bool
-    result_is_last_value: bool
-
-
-@functools.lru_cache(maxsize=256)
-def plan(schedule: Schedule) -> Plan:
-    """Plans the execution of a schedule: O(ranks x steps) once, cached."""
-    steps = list(schedule.steps)
-    forwards = [_forwards(steps, i) for i in range(len(steps))]
-    if schedule.kind is Kind.ALL_GATHER and steps:
-        # A rank starts with its own chunk in hand.
-        forwards[0] = _same_chunks(steps[0], steps[0].send, _own_chunks(schedule))
-    last_value = (
-        schedule.kind is Kind.REDUCE_SCATTER
-        and bool(steps)
-        and len(steps[-1].perm) == schedule.ranks
-        and np.array_equal(steps[-1].recv, _own_chunks(schedule))
-    )
-    stores, partial = _liveness(schedule, steps, forwards, last_value)
-    return Plan(tuple(_segments(schedule, forwards, stores)), partial, last_value)
-
-
-def _own_chunks(schedule: Schedule) -> Table:
-    per_rank = schedule.chunks // schedule.ranks
-    return np.arange(schedule.ranks * per_rank, dtype=np.int64).reshape(schedule.ranks, per_rank)
-
-
-def _same_chunks(step: Step, wanted: Table, held: Table) -> bool:
-    sources = [source for source, _ in step.perm]
-    return np.array_equal(wanted[sources], held[sources])
-
-
-def _forwards(steps: list[Step], i: int) -> bool:
-    """Whether all that step i sends is just what step i-1 produced on the sending ranks."""
-    if i == 0:
-        return False
-    produced = {target for _, target in steps[i - 1].perm}
-    return all(source in produced for source, _ in steps[i].perm) and _same_chunks(
-        steps[i], steps[i].send, steps[i - 1].recv
-    )
-
-
-def _liveness(
-    schedule: Schedule, steps: list[Step], forwards: list[bool], last_value: bool
-) -> tuple[list[bool], bool]:
-    """Walks the steps backwards: what must be stored, and whether partial sums are.
-
-    `live` marks the chunks that are read from the buffer later on; `reduced` those that are read
-    to be reduced further.
-    """
-    live = np.zeros((schedule.ranks, schedule.chunks), bool)
-    reduced = np.zeros_like(live)
-    if schedule.kind is not Kind.REDUCE_SCATTER:
-        live[:] = True
-    elif not last_value:
-        np.put_along_axis(live, _own_chunks(schedule), True, axis=1)
-    stores = [False] * len(steps)
-    partial = False
-    for i in reversed(range(len(steps))):
-        step = steps[i]
-        targets = np.array([target for _, target in step.perm], int)
-        sources = np.array([source for source, _ in step.perm], int)
-        written = (targets[:, None], step.recv[targets])
-        stores[i] = bool(live[written].any())
-        if step.op is Op.REDUCE:
-            forwarded_on = i + 1 < len(steps) and forwards[i + 1]
-            sum_goes_on = forwarded_on and steps[i + 1].op is Op.REDUCE
-            partial |= stores[i] and (sum_goes_on or bool(reduced[written].any()))
-            live[written] = reduced[written] = True
-        else:
-            live[written] = reduced[written] = False
-        if not forwards[i]:
-            live[sources[:, None], step.send[sources]] = True
-            if step.op is Op.REDUCE:
-                reduced[sources[:, None], step.send[sources]] = True
-    return stores, partial
-
-
-def _segments(schedule: Schedule, forwards: list[bool], stores: list[bool]) -> Iterator[Segment]:
-    index = 0
-    for run in schedule.steps.runs:
-        end = index + run.count
-        start = index
-        while start < end:
-            stop = start + 1
-            while (
-                stop < end
-                and stores[stop] == stores[start]
-                and forwards[stop] == forwards[min(start + 1, end - 1)]
-            ):
-                stop += 1
-            first = run.first.advanced((start - index) * run.advance, schedule.chunks)
-            rest = forwards[start + 1] if stop > start + 1 else True
-            yield Segment(
-                first,
-                stop - start,
-                run.advance,
-                start,
-                not forwards[start],
-                not rest,
-                stores[start],
-            )
-            start = stop
-        index = end
 
 
 # --- ranks and messages --------------------------------------------------------------------------
@@ -338,9 +191,7 @@ class _Execution:
         self.index = comm.index()
         self.result_dtype = dtype
         self.arithmetic = arithmetic or Arithmetic(lambda a, b: a, dtype)
-        self.buffer_dtype = self.arithmetic.dtype if self.plan.partial_sums_stored else dtype
-        # Whether the value in hand is a sum that `finish` has not been applied to.
-        self.unfinished = False
+        self.buffer_dtype = self.arithmetic.dtype if self.plan.widened else dtype
 
     def finish(self, value: Array) -> Array:
         """What a finished chunk looks like in the result."""
@@ -404,16 +255,15 @@ class _Execution:
         step, advance = segment.first, segment.advance
         if value is None:
             value = self.load(buffer, self.rows(step.send, t, advance), step.k)
-        reduce = step.op is Op.REDUCE
-        value = self.comm.permute(self._outgoing(step.op, value), step.perm)
+        value = self.comm.permute(value.astype(self.dtype_of(step.op)), step.perm)
         rows = self.rows(step.recv, t, advance)
-        if reduce:
+        if step.op is Op.REDUCE:
             local = self.load(buffer, rows, step.k).astype(self.arithmetic.dtype)
             value = self.arithmetic.combine(value, local)
-        self.unfinished = reduce and not self.plan.partial_sums_stored
+        if segment.finishes:
+            value = self.finish(value)
         if not segment.store:
             return buffer, value
-        value = self._finished(value)
         kept = value
         if len(step.perm) < self.comm.size:
             # Ranks that no one sends to keep what they have.
@@ -421,17 +271,9 @@ class _Execution:
             kept = jnp.where(receives, value, self.load(buffer, rows, step.k))
         return self.store(buffer, kept, rows), value
 
-    def _outgoing(self, op: Op, value: Array) -> Array:
-        """Sums travel in the type of the arithmetic, finished values in the result's."""
-        if op is Op.REDUCE:
-            return value.astype(self.arithmetic.dtype)
-        return self._finished(value)
-
-    def _finished(self, value: Array) -> Array:
-        """Finishes the value in hand if that is still to be done."""
-        if self.unfinished:
-            value, self.unfinished = self.finish(value), False
-        return value
+    def dtype_of(self, op: Op) -> Any:
+        """Sums travel in the type of the arithmetic, what is copied in that of the buffer."""
+        return self.arithmetic.dtype if op is Op.REDUCE else self.buffer_dtype
 
     def segment(
         self, segment: Segment, buffer: Array, value: Array | None, unroll: int
@@ -439,13 +281,12 @@ class _Execution:
         """All steps of a segment, unrolled or as a loop."""
         phase = "reduce_scatter" if segment.first.op is Op.REDUCE else "all_gather"
         if segment.load_first:
-            value, self.unfinished = None, False
+            value = None
         if segment.count <= unroll:
             for t in range(segment.count):
                 with jax.named_scope(f"{self.label}/{phase}/{segment.start + t}"):
-                    if t and segment.load_rest:
-                        value, self.unfinished = None, False
-                    buffer, value = self.step(segment, t, buffer, value)
+                    held = None if t and segment.load_rest else value
+                    buffer, value = self.step(segment, t, buffer, held)
             return buffer, cast(Array, value)
         with jax.named_scope(f"{self.label}/{phase}/loop"):
             return self._loop(segment, buffer, value)
@@ -454,7 +295,7 @@ class _Execution:
         step = segment.first
         if value is None:
             value = self.load(buffer, self.rows(step.send, 0, 0), step.k)
-        value = self._outgoing(step.op, value)
+        value = value.astype(self.dtype_of(step.op))
         if not segment.store:
             # The buffer is only read, so the loop does not carry it.
             return buffer, lax.fori_loop(
@@ -506,7 +347,7 @@ def all_reduce(
     """
     run = _Execution(schedule, comm, arithmetic, axis, block, buffer.dtype, label)
     result, _ = run.run(buffer.astype(run.buffer_dtype), None, unroll)
-    return run.finish(result) if run.plan.partial_sums_stored else result
+    return run.finish(result) if run.plan.widened else result
 
 
 def reduce_scatter(
@@ -538,12 +379,9 @@ def reduce_scatter(
     run = _Execution(schedule, comm, arithmetic, axis, block, buffer.dtype, label)
     result, value = run.run(buffer.astype(run.buffer_dtype), None, unroll)
     if not run.plan.result_is_last_value or value is None:
-        own = _own_chunks(schedule)
+        own = own_chunks(schedule)
         value = run.load(result, run.rows(own, 0, 0), own.shape[1])
-        run.unfinished = run.plan.partial_sums_stored
-    elif run.plan.partial_sums_stored:
-        run.unfinished = True
-    return run._finished(value)
+    return run.finish(value) if run.plan.widened else value
 
 
 def all_gather(
@@ -571,7 +409,7 @@ def all_gather(
       The chunks of all ranks: `chunk` with a dimension `axis` of `schedule.chunks` blocks.
     """
     run = _Execution(schedule, comm, None, axis, block, chunk.dtype, label)
-    rows = run.rows(_own_chunks(schedule), 0, 0)
+    rows = run.rows(own_chunks(schedule), 0, 0)
     buffer = _blank(chunk, axis, schedule.ranks)
     if any(segment.load_first or segment.load_rest for segment in run.plan.segments):
         return run.run(run.store(buffer, chunk, rows), chunk, unroll)[0]

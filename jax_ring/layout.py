@@ -1,12 +1,12 @@
 """How a buffer of any shape is divided into equal chunks.
 
-Where every mesh axis is manual, a dimension that the number of chunks divides is cut into blocks
-as it is; if there is none, the buffer is flattened (which moves nothing) and filled up. Buffers are
+Where every mesh axis of more than one device is manual, a dimension that the number of chunks
+divides is cut into blocks as it is; if there is none, the buffer is flattened (which moves nothing) and filled up. Buffers are
 not reshaped without need: XLA fuses the reshape into the update of the buffer, which is then made
 in a copy.
 
 Where some axes are left to the compiler a dimension may be sharded over them, and cutting it into
-blocks would gather it. There one dimension of size c n is split into (c, n), and chunk j is index j
+blocks would gather it. Unless it is known not to be, one dimension of size c n is split into (c, n), and chunk j is index j
 of the second of the two, so that every device keeps its part of every chunk.
 """
 
@@ -77,14 +77,39 @@ def choose(x: Array, chunks: int) -> Layout:
       A layout that needs no communication.
     """
     mesh = jax.sharding.get_abstract_mesh()
-    if set(mesh.manual_axes) != set(mesh.axis_names):
-        return _split(x, chunks, mesh.shape)
-    for d, size in enumerate(x.shape):
-        row = math.prod(x.shape[d:]) // chunks * x.dtype.itemsize
-        long_enough = row >= _SHORTEST_ROW_BYTES or math.prod(x.shape[:d]) == 1
-        if size % chunks == 0 and long_enough and size <= _INT32_MAX:
-            return Layout(x.shape, d, size, x.shape, d, size // chunks)
+    spec = jax.typeof(x).sharding.spec if mesh.manual_axes else ()
+    left = [axis for axis in mesh.axis_names if axis not in mesh.manual_axes]
+    if any(mesh.shape[axis] > 1 for axis in left) or any(entry is not None for entry in spec):
+        return _split(x, chunks, mesh, spec)
+    for d in range(x.ndim):
+        if _can_cut(x, d, chunks):
+            return _cut(x.shape, d, chunks)
+    if not _constant(x.shape):
+        raise ValueError(
+            f"x has the symbolic shape {x.shape}: to be divided into {chunks} chunks it needs a "
+            f"dimension of constant size that {chunks} divides"
+        )
     return _flat(x.size, chunks)
+
+
+def _constant(shape: tuple[Any, ...]) -> bool:
+    """Whether no dimension is symbolic, as in a program that is exported for any batch size."""
+    return all(isinstance(size, int) for size in shape)
+
+
+def _can_cut(x: Array, d: int, chunks: int) -> bool:
+    """Whether dimension d can be cut into blocks as it is, and its rows are worth it."""
+    size = x.shape[d]
+    if not isinstance(size, int) or size % chunks or size > _INT32_MAX:
+        return False
+    if not _constant(x.shape) or math.prod(x.shape[:d]) == 1:
+        return True
+    row = size // chunks * math.prod(x.shape[d + 1 :]) * x.dtype.itemsize
+    return bool(row >= _SHORTEST_ROW_BYTES)
+
+
+def _cut(shape: tuple[int, ...], d: int, chunks: int) -> Layout:
+    return Layout(shape, d, shape[d], shape, d, shape[d] // chunks)
 
 
 def _flat(size: int, chunks: int) -> Layout:
@@ -95,13 +120,20 @@ def _flat(size: int, chunks: int) -> Layout:
     return Layout((size,), 0, length, (length,), 0, block)
 
 
-def _split(x: Array, chunks: int, mesh_shape: Any) -> Layout:
+def _split(x: Array, chunks: int, mesh: Any, spec: Any) -> Layout:
     shape = x.shape or (1,)
-    shards = [_shards(entry, mesh_shape) for entry in jax.typeof(x).sharding.spec] or [1]
+    shards = [_shards(entry, mesh.shape) for entry in spec] or [1] * len(shape)
+    known = not any(mesh.shape[axis] > 1 for axis in mesh.auto_axes)
+    if known:
+        for d in range(x.ndim):
+            if shards[d] == 1 and _can_cut(x, d, chunks):
+                return _cut(shape, d, chunks)
 
-    def preference(d: int) -> tuple[bool, bool, int]:
-        """What needs no filling, then what is not known to be sharded, then the longest."""
-        return (shape[d] % (chunks * shards[d]) == 0, shards[d] == 1, shape[d])
+    def preference(d: int) -> tuple[bool, bool, bool, int]:
+        """No filling, not known to be sharded, rows of a cache line or more, the longest."""
+        row = math.prod(shape[d + 1 :]) * x.dtype.itemsize
+        fits = shape[d] % (chunks * shards[d]) == 0
+        return fits, shards[d] == 1, row >= _SHORTEST_ROW_BYTES, shape[d]
 
     d = max(range(len(shape)), key=preference)
     rows = -(-shape[d] // chunks)

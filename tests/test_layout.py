@@ -1,6 +1,7 @@
 import math
 
 import jax
+import jax.export
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -58,8 +59,11 @@ def test_where_an_axis_is_left_to_the_compiler_nothing_is_flattened(explicit):
         seen.append(layout.choose(v, 4))
         return v
 
-    in_partly_manual(f, np.zeros((3, 8)), P(), explicit=explicit)
-    assert (seen[0].shape, seen[0].axis, seen[0].block) == ((3, 2, 4), 2, 1)
+    in_partly_manual(f, np.zeros((3, 64)), P(), explicit=explicit)
+    if explicit:  # and known not to be sharded
+        assert (seen[0].shape, seen[0].axis, seen[0].block) == ((3, 64), 1, 16)
+    else:
+        assert (seen[0].shape, seen[0].axis, seen[0].block) == ((3, 16, 4), 2, 1)
     in_partly_manual(f, np.zeros((5, 7)), P(), explicit=explicit)
     assert (seen[1].shape, seen[1].length) == ((5, 2, 4), 8)
     in_partly_manual(f, np.zeros(()), P(), explicit=explicit)
@@ -73,8 +77,31 @@ def test_known_shardings_are_respected():
         seen.append(layout.choose(v, 4))
         return v
 
-    # 4 rows of 4 chunks leave 1 row for 2 devices, so the other dimension is split.
+    # 4 rows of 4 chunks leave 1 row for 2 devices, so the other dimension is filled up.
     in_partly_manual(f, np.zeros((4, 3)), P("y"), explicit=True)
-    assert seen[0].axis == 2
+    assert (seen[0].shape, seen[0].axis) == ((4, 1, 4), 2)
     in_partly_manual(f, np.zeros((8, 3)), P("y"), explicit=True)
     assert (seen[1].shape, seen[1].axis) == ((2, 4, 3), 1)
+
+
+@pytest.mark.parametrize("explicit", [True, False])
+def test_an_axis_of_one_device_counts_as_manual(explicit):
+    seen = []
+
+    def f(v):
+        seen.append(layout.choose(v, 4))
+        return v
+
+    m = mesh(4, 1, explicit=explicit)
+    with jax.set_mesh(m):
+        g = jax.shard_map(f, in_specs=P(), out_specs=P(), axis_names={"x"})
+        jax.jit(g).lower(jax.device_put(np.zeros((16, 3)), jax.NamedSharding(m, P())))
+    assert (seen[0].shape, seen[0].block) == ((16, 3), 4)
+
+
+def test_symbolic_dimensions_are_left_whole():
+    b, c = jax.export.symbolic_shape("b, c")
+    plan = layout.choose(jax.ShapeDtypeStruct((b, 16), jnp.float32), 8)
+    assert (plan.axis, plan.block) == (1, 2)
+    with pytest.raises(ValueError, match="needs a dimension of constant size that 8 divides"):
+        layout.choose(jax.ShapeDtypeStruct((b, c), jnp.float32), 8)

@@ -174,7 +174,7 @@ class Steps(Sequence[Step]):
         raise IndexError(f"step {index} of a schedule of {len(self)} steps")
 
     def __eq__(self, other: object) -> bool:
-        """Whether both hold the same steps, however they were written down."""
+        """Whether both hold the same runs; steps written out one by one are merged into runs."""
         if not isinstance(other, Steps):
             return NotImplemented
         return self.runs == other.runs
@@ -269,6 +269,10 @@ class Schedule:
     def __hash__(self) -> int:
         """The hash computed at construction."""
         return self._hash
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickles without the hash, which another process would compute differently."""
+        return Schedule, (self.ranks, self.chunks, self.steps, self.kind, self.name)
 
     def __repr__(self) -> str:
         """One line."""

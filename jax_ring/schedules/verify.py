@@ -173,6 +173,7 @@ def _check_shape(schedule: Schedule, index: int, step: Step) -> None:
 
 
 def _check_row(schedule: Schedule, index: int, name: str, rank: int, row: list[int]) -> None:
+    seen: set[int] = set()
     for chunk in row:
         if not 0 <= chunk < schedule.chunks:
             raise ScheduleError(
@@ -181,13 +182,14 @@ def _check_row(schedule: Schedule, index: int, name: str, rank: int, row: list[i
                 rank=rank,
                 chunk=chunk,
             )
-        if row.count(chunk) > 1:
+        if chunk in seen:
             raise ScheduleError(
                 f"step {index}: {name}[{rank}] names chunk {chunk} twice",
                 step=index,
                 rank=rank,
                 chunk=chunk,
             )
+        seen.add(chunk)
 
 
 def verify(schedule: Schedule) -> None:

@@ -1,4 +1,5 @@
 import dataclasses
+import os
 import pickle
 import subprocess
 import sys
@@ -74,8 +75,19 @@ def test_text_says_what_travels():
     assert "step 0: 0->1; send (0) mod 1, reduce into (0) mod 1" in str(odd)
 
 
-def test_pickles():
-    assert pickle.loads(pickle.dumps(ring(5))) == ring(5)
+def test_pickles_to_another_process():
+    code = (
+        "import pickle, sys; from jax_ring.schedules import ring\n"
+        "schedule = pickle.load(sys.stdin.buffer)\n"
+        "sys.exit({schedule: 1} != {ring(5): 1})"
+    )
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", code],
+        input=pickle.dumps(ring(5)),
+        env={**os.environ, "PYTHONHASHSEED": "7"},
+        check=False,
+    )
+    assert done.returncode == 0
 
 
 def test_composing_unlike_schedules_is_refused():
