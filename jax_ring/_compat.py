@@ -129,6 +129,7 @@ def collective_primitive(
     Returns:
       The primitive.
     """
+    body, batch = _with_casts(body), _with_casts(batch)
     primitive = Primitive(name)
     primitive.def_impl(functools.partial(_APPLY_PRIMITIVE, primitive))
     primitive.def_effectful_abstract_eval(abstract_eval)
@@ -140,9 +141,20 @@ def collective_primitive(
     mlir.register_lowering(primitive, lowering)
     ad.deflinear2(primitive, transpose)
     if jvp is not None:
-        ad.primitive_jvps[primitive] = jvp
+        ad.primitive_jvps[primitive] = _with_casts(jvp)
     _BATCHERS[primitive] = batch
     return primitive
+
+
+def _with_casts(rule: Callable[..., Any]) -> Callable[..., Any]:
+    """A rule whose own constants are cast to varying, whatever the user has set for theirs."""
+
+    @functools.wraps(rule)
+    def cast(*args: Any, **params: Any) -> Any:
+        with _AUTO_PCAST(True):
+            return rule(*args, **params)
+
+    return cast
 
 
 def _as_varying(aval: Aval) -> Aval:

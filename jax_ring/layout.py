@@ -1,13 +1,13 @@
 """How a buffer of any shape is divided into equal chunks.
 
 Where every mesh axis of more than one device is manual, a dimension that the number of chunks
-divides is cut into blocks as it is; if there is none, the buffer is flattened (which moves nothing) and filled up. Buffers are
-not reshaped without need: XLA fuses the reshape into the update of the buffer, which is then made
-in a copy.
+divides is cut into blocks as it is; if there is none, the buffer is flattened (which moves nothing)
+and filled up. Buffers are not reshaped without need: XLA fuses the reshape into the update of the
+buffer, which is then made in a copy.
 
 Where some axes are left to the compiler a dimension may be sharded over them, and cutting it into
-blocks would gather it. Unless it is known not to be, one dimension of size c n is split into (c, n), and chunk j is index j
-of the second of the two, so that every device keeps its part of every chunk.
+blocks would gather it. Unless it is known not to be, one dimension of size c n is split into
+(c, n), and chunk j is index j of the second of the two: every device keeps its part of every chunk.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Array = jax.Array
 
 # Rows shorter than a cache line make every pass over a chunk touch the lines of the others too.
 _SHORTEST_ROW_BYTES = 64
-_INT32_MAX = 2**31 - 1
+INT32_MAX = 2**31 - 1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,28 +84,16 @@ def choose(x: Array, chunks: int) -> Layout:
     for d in range(x.ndim):
         if _can_cut(x, d, chunks):
             return _cut(x.shape, d, chunks)
-    if not _constant(x.shape):
-        raise ValueError(
-            f"x has the symbolic shape {x.shape}: to be divided into {chunks} chunks it needs a "
-            f"dimension of constant size that {chunks} divides"
-        )
     return _flat(x.size, chunks)
-
-
-def _constant(shape: tuple[Any, ...]) -> bool:
-    """Whether no dimension is symbolic, as in a program that is exported for any batch size."""
-    return all(isinstance(size, int) for size in shape)
 
 
 def _can_cut(x: Array, d: int, chunks: int) -> bool:
     """Whether dimension d can be cut into blocks as it is, and its rows are worth it."""
     size = x.shape[d]
-    if not isinstance(size, int) or size % chunks or size > _INT32_MAX:
+    if size % chunks or size > INT32_MAX:
         return False
-    if not _constant(x.shape) or math.prod(x.shape[:d]) == 1:
-        return True
     row = size // chunks * math.prod(x.shape[d + 1 :]) * x.dtype.itemsize
-    return bool(row >= _SHORTEST_ROW_BYTES)
+    return row >= _SHORTEST_ROW_BYTES or math.prod(x.shape[:d]) == 1
 
 
 def _cut(shape: tuple[int, ...], d: int, chunks: int) -> Layout:
@@ -115,7 +103,7 @@ def _cut(shape: tuple[int, ...], d: int, chunks: int) -> Layout:
 def _flat(size: int, chunks: int) -> Layout:
     block = -(-size // chunks)
     length = block * chunks
-    if length > _INT32_MAX:  # where the start of a chunk would not fit an int32
+    if length > INT32_MAX:  # where the start of a chunk would not fit an int32
         return Layout((size,), 0, length, (chunks, block), 0, 1)
     return Layout((size,), 0, length, (length,), 0, block)
 

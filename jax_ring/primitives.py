@@ -133,8 +133,9 @@ def _arithmetic(
 
 
 def _label(reduction: Reduction, mean: bool) -> str:
-    names = {"sum": "psum", "max": "pmax", "min": "pmin"}
-    return "pmean" if mean else names.get(reduction.name, f"all_reduce_{reduction.name}")
+    if mean:
+        return "pmean"
+    return {SUM: "psum", MAX: "pmax", MIN: "pmin"}.get(reduction, f"all_reduce_{reduction.name}")
 
 
 # --- all_reduce ----------------------------------------------------------------------------------
@@ -176,8 +177,10 @@ def _all_reduce(
     return result
 
 
-def _all_reduce_type(aval: Any, *, axes: Axes, invariant: bool, **_: Any) -> tuple[Any, set[Any]]:
-    _compat.check_axis_names(axes, "jax_ring.psum")
+def _all_reduce_type(
+    aval: Any, *, axes: Axes, invariant: bool, reduction: Reduction, mean: bool, **_: Any
+) -> tuple[Any, set[Any]]:
+    _compat.check_axis_names(axes, f"jax_ring.{_label(reduction, mean)}")
     varying, unreduced = _compat.varying(aval), _compat.unreduced(aval)
     if invariant:
         varying, unreduced = varying - set(axes), unreduced - set(axes)
@@ -203,9 +206,8 @@ def _all_reduce_tangent(
     params = {**params, "reduction": SUM, "method": params["method"].for_others()}
     if reduction in (MAX, MIN):
         # As jnp.max: the tangents of all ranks that hold the extremum count alike.
-        chosen = x == cast_varying(y, axes)
-        total = all_reduce_p.bind(jnp.where(chosen, t, jnp.zeros_like(t)), **params)
-        result = total / all_reduce_p.bind(chosen.astype(t.dtype), **params)
+        chosen = (x == cast_varying(y, axes)).astype(t.dtype)
+        result = all_reduce_p.bind(t * chosen, **params) / all_reduce_p.bind(chosen, **params)
         return result
     if reduction == PROD and groups is None:
         everyone = all_gather_p.bind(
@@ -216,6 +218,7 @@ def _all_reduce_tangent(
             tiled=False,
             size=axis_size(axes),
             to="varying",
+            reduce_dtype=params["reduce_dtype"],
             method=params["method"],
         )
         own = lax.broadcasted_iota(jnp.int32, everyone.shape, 0) == _index(axes)
@@ -223,8 +226,7 @@ def _all_reduce_tangent(
         result = all_reduce_p.bind(t * others, **params)
         return result
     raise NotImplementedError(
-        f"op={reduction.name!r}{' with axis_index_groups' if groups else ''} has no derivative: "
-        "stop_gradient its operand, or give it one with jax.custom_jvp"
+        _no_derivative(reduction, "" if groups is None else "with axis_index_groups")
     )
 
 
@@ -253,18 +255,88 @@ def _all_reduce_batch(
     groups = params["groups"]
     rest = _without(axis_data.name, axes, groups)
     if rest:
+        # A schedule is for the product of the axes, and only its last sum may be rounded.
         params["method"] = params["method"].for_others()
-    if d is None and groups is None and params["reduction"] in (SUM, MAX, MIN):
+        y, dim = _all_reduce_rows(axis_data, x.astype(params["reduce_dtype"]), d, rest, **params)
+        return y.astype(x.dtype), dim
+    return _all_reduce_rows(axis_data, x, d, rest, **params)
+
+
+def _all_reduce_rows(
+    axis_data: Any, x: Array, d: int | None, rest: Axes, **params: Any
+) -> tuple[Array, int | None]:
+    """Reduces over a vmapped axis, whose ranks are rows of x, and then over the other axes."""
+    groups, reduction = params["groups"], params["reduction"]
+    if d is None and groups is None and reduction in (SUM, MAX, MIN):
         # Known by every rank already, so nothing is sent.
-        summed = params["reduction"] == SUM and not params["mean"]
-        local, dim = x * jnp.asarray(axis_data.size, x.dtype) if summed else x, None
-    else:
-        here = (axis_data.name,)
+        summed = reduction == SUM and not params["mean"]
+        local = x * jnp.asarray(axis_data.size, x.dtype) if summed else x
+        return (all_reduce_p.bind(local, axes=rest, **params) if rest else local), None
+
+    def reduce(rows: Array) -> Array:
         local = _emulate(
-            lambda v: _all_reduce(v, axes=here, emulated=True, **params), x, d, axis_data
+            lambda v: _all_reduce(v, axes=(axis_data.name,), emulated=True, **params),
+            rows,
+            axis_data,
         )
-        local, dim = (local[0], None) if groups is None else (local, 0)
-    return (all_reduce_p.bind(local, axes=rest, **params) if rest else local), dim
+        local = local[0] if groups is None else local
+        whole: Array = all_reduce_p.bind(local, axes=rest, **params) if rest else local
+        return whole
+
+    def tangent(rows: Array, y: Array, t: Array) -> Array:
+        if reduction in (MAX, MIN) and groups is None:
+            chosen = (rows == cast_varying(y, rest)).astype(t.dtype)
+            total, count = (t * chosen).sum(0), chosen.sum(0)
+            if rest:
+                sums = {**params, "axes": rest, "reduction": SUM}
+                total, count = all_reduce_p.bind(total, **sums), all_reduce_p.bind(count, **sums)
+            return total / count
+        if rest:
+            raise NotImplementedError(_no_derivative(reduction, "over a vmapped axis and others"))
+        return _tangent_of(lambda v: _reduced_rows(v, reduction, groups), rows, t)
+
+    rows = _rows(x, d, axis_data)
+    y = reduce(rows) if reduction == SUM else _with_tangent(reduce, tangent)(rows)
+    return y, None if groups is None else 0
+
+
+def _with_tangent(
+    f: Callable[[Array], Array], tangent: Callable[[Array, Array, Array], Array]
+) -> Callable[[Array], Array]:
+    """F with a derivative of its own: the steps of a maximum would each split ties in two."""
+    g = jax.custom_jvp(f)
+
+    @g.defjvp
+    def _(primals: tuple[Array], tangents: tuple[Array]) -> tuple[Array, Array]:
+        y = g(*primals)
+        return y, tangent(primals[0], y, tangents[0])
+
+    result: Callable[[Array], Array] = g
+    return result
+
+
+def _reduced_rows(rows: Array, reduction: Reduction, groups: Groups | None) -> Array:
+    """The same reduction by jnp, from which a derivative is taken."""
+    functions: dict[Reduction, Any] = {MAX: jnp.max, MIN: jnp.min, PROD: jnp.prod}
+    if reduction not in functions:
+        raise NotImplementedError(_no_derivative(reduction, ""))
+    reduced = rows
+    for group in groups or (tuple(range(rows.shape[0])),):
+        members = jnp.array(group)
+        reduced = reduced.at[members].set(functions[reduction](rows[members], axis=0))
+    return reduced if groups else reduced[0]
+
+
+def _tangent_of(f: Callable[[Array], Array], x: Array, t: Array) -> Array:
+    result: Array = jax.jvp(f, (x,), (t,))[1]
+    return result
+
+
+def _no_derivative(reduction: Reduction, where: str) -> str:
+    return (
+        f"op={reduction.name!r} {where} has no derivative: stop_gradient its operand, or give it "
+        "one with jax.custom_jvp"
+    ).replace("  ", " ")
 
 
 def _without(name: str, axes: Axes, groups: Groups | None) -> Axes:
@@ -277,11 +349,16 @@ def _without(name: str, axes: Axes, groups: Groups | None) -> Axes:
     return rest
 
 
-def _emulate(body: Callable[[Array], Array], x: Array, d: int | None, axis_data: Any) -> Array:
-    """Runs a collective over a vmapped axis: each row is a rank. The result is mapped at 0."""
+def _rows(x: Array, d: int | None, axis_data: Any) -> Array:
+    """The values of all ranks of a vmapped axis, along dimension 0."""
     if d is None:
-        x, d = jnp.broadcast_to(x, (axis_data.size, *jnp.shape(x))), 0
-    result: Array = jax.vmap(body, in_axes=d, axis_name=axis_data.name, axis_size=axis_data.size)(x)
+        return jnp.broadcast_to(x, (axis_data.size, *jnp.shape(x)))
+    return jnp.moveaxis(x, d, 0)
+
+
+def _emulate(body: Callable[[Array], Array], rows: Array, axis_data: Any) -> Array:
+    """Runs a collective over a vmapped axis: each row is a rank."""
+    result: Array = jax.vmap(body, axis_name=axis_data.name, axis_size=axis_data.size)(rows)
     return result
 
 
@@ -319,6 +396,8 @@ def _reduce_scatter(
     shape = _scattered_shape(x.shape, dimension, tiled, size)
     if size == 1 or x.size == 0:
         return x.reshape(shape)
+    if tiled and x.shape[dimension] > layout.INT32_MAX:
+        tiled, x = False, _blocks(x, dimension, size)
     schedule = method.schedule(Kind.REDUCE_SCATTER, size)
     chunk = executor.reduce_scatter(
         schedule,
@@ -383,15 +462,20 @@ def _own_slice(
     **_: Any,
 ) -> Array:
     (comm,) = _communicators(axes, groups, False)
-    index = comm.rank()
+    blocks = _blocks(x, dimension, size) if tiled else x
+    own = lax.dynamic_slice_in_dim(blocks, comm.rank(), 1, dimension)
+    return lax.squeeze(own, [dimension])
+
+
+def _blocks(x: Array, dimension: int, size: int) -> Array:
+    """A dimension as (ranks, block), in which an index of a rank fits any type."""
     block = x.shape[dimension] // size
-    own = lax.dynamic_slice_in_dim(x, index * block, block, dimension)
-    return own if tiled else lax.squeeze(own, [dimension])
+    return x.reshape(*x.shape[:dimension], size, block, *x.shape[dimension + 1 :])
 
 
 def _reduce_scatter_transpose(ct: Any, x: Any, **params: Any) -> tuple[Any]:
     del x
-    names = ("axes", "groups", "dimension", "tiled", "size")
+    names = ("axes", "groups", "dimension", "tiled", "size", "reduce_dtype")
     if params["mean"]:
         ct = ct / params["size"]
     to = "reduced" if params["unreduced"] else "varying"
@@ -410,14 +494,50 @@ def _reduce_scatter_batch(
         elif d is not None and not params["tiled"]:
             d -= 1
         return reduce_scatter_p.bind(x, **params), d
+    rows = _rows(x, d, axis_data)
     if _without(axis_data.name, axes, params["groups"]):
-        return _scatter_in_turn(axis_data, x, d, **params)
-    return _emulate(lambda v: _reduce_scatter(v, emulated=True, **params), x, d, axis_data), 0
+        wide = _scatter_in_turn(axis_data, rows.astype(params["reduce_dtype"]), **params)
+        return wide.astype(x.dtype), 0
+
+    def scatter(rows: Array) -> Array:
+        return _emulate(lambda v: _reduce_scatter(v, emulated=True, **params), rows, axis_data)
+
+    def tangent(rows: Array, y: Array, t: Array) -> Array:
+        del y
+        return _tangent_of(lambda v: _scattered_rows(v, **params), rows, t)
+
+    if params["reduction"] == SUM:
+        return scatter(rows), 0
+    return _with_tangent(scatter, tangent)(rows), 0
+
+
+def _scattered_rows(
+    rows: Array,
+    *,
+    groups: Groups | None,
+    reduction: Reduction,
+    dimension: int,
+    tiled: bool,
+    size: int,
+    **_: Any,
+) -> Array:
+    """A reduce-scatter over rows by jnp, from which a derivative is taken."""
+    everyone = (tuple(range(rows.shape[0])),) if groups is None else groups
+    reduced = _reduced_rows(rows, reduction, everyone)
+    rank_of = {member: rank for group in everyone for rank, member in enumerate(group)}
+    ranks = jnp.array([rank_of[i] for i in range(rows.shape[0])])
+
+    def own(row: Array, rank: Array) -> Array:
+        blocks = _blocks(row, dimension, size) if tiled else row
+        return jnp.take(blocks, rank, axis=dimension)
+
+    result: Array = jax.vmap(own)(reduced, ranks)
+    return result
 
 
 def _scatter_in_turn(
-    axis_data: Any, x: Array, d: int | None, *, axes: Axes, tiled: bool, **params: Any
-) -> tuple[Any, Any]:
+    axis_data: Any, rows: Array, *, axes: Axes, tiled: bool, **params: Any
+) -> Array:
     """Scatters over several axes, one of them vmapped: one axis after the other, major first."""
     dimension, size = params.pop("dimension"), params.pop("size")
 
@@ -436,7 +556,7 @@ def _scatter_in_turn(
             )
         return v
 
-    return _emulate(body, x, d, axis_data), 0
+    return _emulate(body, rows, axis_data)
 
 
 reduce_scatter_p = _compat.collective_primitive(
@@ -461,15 +581,17 @@ def _all_gather(
     tiled: bool,
     size: int,
     to: str,
+    reduce_dtype: Any,
     method: Method,
     emulated: bool = False,
 ) -> Array:
     """The program of an all-gather."""
-    del to
+    del to, reduce_dtype
     (comm,) = _communicators(axes, groups, emulated)
     shape = _gathered_shape(x.shape, dimension, tiled, size)
     if size == 1 or x.size == 0:
         return x.reshape(shape)
+    tiled = tiled and shape[dimension] <= layout.INT32_MAX
     schedule = method.schedule(Kind.ALL_GATHER, size)
     buffer = executor.all_gather(
         schedule,
@@ -480,7 +602,7 @@ def _all_gather(
         unroll=method.unroll,
         label=f"jax_ring.all_gather/{schedule.name}",
     )
-    return buffer
+    return buffer.reshape(shape)
 
 
 def _gathered_shape(
@@ -511,6 +633,7 @@ def _all_gather_type(
 
 
 def _all_gather_transpose(ct: Any, x: Any, **params: Any) -> tuple[Any]:
+    del x
     to, method = params.pop("to"), params.pop("method")
     if to == "invarying":
         return (_own_slice(cast_varying(ct, params["axes"]), **params),)
@@ -518,7 +641,6 @@ def _all_gather_transpose(ct: Any, x: Any, **params: Any) -> tuple[Any]:
         ct,
         reduction=SUM,
         mean=False,
-        reduce_dtype=default_reduce_dtype(x.aval.dtype, mean=False),
         method=method.for_others(),
         unreduced=to == "reduced",
         **params,
@@ -537,15 +659,16 @@ def _all_gather_batch(
         elif d is not None and not params["tiled"]:
             d += 1
         return all_gather_p.bind(x, **params), d
+    rows = _rows(x, d, axis_data)
     if _without(axis_data.name, axes, params["groups"]):
-        return _gather_in_turn(axis_data, x, d, **params)
-    result = _emulate(lambda v: _all_gather(v, emulated=True, **params), x, d, axis_data)
+        return _gather_in_turn(axis_data, rows, **params), None
+    result = _emulate(lambda v: _all_gather(v, emulated=True, **params), rows, axis_data)
     return (result[0], None) if params["groups"] is None else (result, 0)
 
 
 def _gather_in_turn(
-    axis_data: Any, x: Array, d: int | None, *, axes: Axes, tiled: bool, **params: Any
-) -> tuple[Any, Any]:
+    axis_data: Any, rows: Array, *, axes: Axes, tiled: bool, **params: Any
+) -> Array:
     """Gathers over several axes, one of them vmapped: one axis after the other, minor first."""
     dimension, size = params.pop("dimension"), params.pop("size")
     params["method"] = params["method"].for_others()
@@ -563,7 +686,7 @@ def _gather_in_turn(
             )
         return v.reshape(shape)
 
-    return _emulate(body, x, d, axis_data)[0], None
+    return _emulate(body, rows, axis_data)[0]
 
 
 all_gather_p = _compat.collective_primitive(

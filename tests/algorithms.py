@@ -34,13 +34,13 @@ def halving_doubling(n):
 
 
 def relay(n):
-    """A chain in which partial sums go back by COPY, and the last rank hands the result back."""
+    """Rank 0 takes its partial sum to one rank after the other and gets it back by COPY."""
     table = [0] * n
     steps = []
     for r in range(1, n):
-        steps.append(Step(((r - 1, r),), table, table, Op.REDUCE))
-        steps.append(Step(((r, r - 1),), table, table, Op.COPY))
-    steps += [Step(((r, r - 1),), table, table, Op.COPY) for r in reversed(range(1, n))]
+        steps.append(Step(((0, r),), table, table, Op.REDUCE))
+        steps.append(Step(((r, 0),), table, table, Op.COPY))
+    steps += [Step(((0, r),), table, table, Op.COPY) for r in range(1, n - 1)]
     return Schedule(n, 1, steps, Kind.ALL_REDUCE, "relay")
 
 

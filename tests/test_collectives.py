@@ -623,7 +623,7 @@ def test_xla_honours_the_reduce_dtype():
     assert (out == 10000).all()
 
 
-def test_the_environment_names_the_automatic_algorithm():
+def test_the_settings_name_the_automatic_algorithm():
     def f(v):
         return jax_ring.psum(v, "x")
 
@@ -665,6 +665,8 @@ def test_positional_axes_are_refused_forward_and_in_gradients(name):
     for g in (f, jax.grad(f)):
         with pytest.raises(ValueError, match="axis_name=0: positional axes are not supported"):
             on_ranks(g)
+    with pytest.raises(ValueError, match="positional axes are not supported"):
+        on_ranks(lambda v: getattr(jax_ring, name)(v, np.int64(0)))
 
 
 @pytest.mark.parametrize(
@@ -692,8 +694,9 @@ def test_groups_must_cover_each_index_once(groups):
 
 
 def test_groups_of_the_wrong_type():
-    with pytest.raises(TypeError, match="axis_index_groups must be a list of lists"):
-        on_ranks(lambda v: jax_ring.psum(v, "x", axis_index_groups=[0, 1]))
+    for groups in ([0, 1], [[0.5, 1], [2, 3, 4, 5, 6, 7]]):
+        with pytest.raises(TypeError, match="axis_index_groups must be a list of lists"):
+            on_ranks(lambda v, groups=groups: jax_ring.psum(v, "x", axis_index_groups=groups))
 
 
 @pytest.mark.parametrize("name", ["psum_scatter", "all_gather"])
@@ -751,10 +754,43 @@ def test_bad_algorithms():
         on_ranks(lambda v: jax_ring.all_gather(v, "x", algorithm=halves))
 
 
-@pytest.mark.parametrize("requested", [np.float64, np.float16, np.int32, np.complex64])
-def test_bad_reduce_dtypes(requested):
-    with pytest.raises(ValueError, match="reduce_dtype"):
+@pytest.mark.parametrize(
+    ("requested", "error", "message"),
+    [
+        (np.float64, ValueError, "reduce_dtype=float64 needs jax_enable_x64"),
+        (np.float16, ValueError, "must hold every value of the data's dtype float32, got float16"),
+        (
+            np.int32,
+            ValueError,
+            r"reduce_dtype=int32 is not of the kind of any leaf .*\['float32'\]",
+        ),
+        (np.complex64, ValueError, "reduce_dtype=complex64 is not of the kind"),
+        ("nonsense", TypeError, "reduce_dtype must be a dtype, got 'nonsense'"),
+    ],
+)
+def test_bad_reduce_dtypes(requested, error, message):
+    with pytest.raises(error, match=message):
         on_ranks(lambda v: jax_ring.psum(v, "x", reduce_dtype=requested))
+    with pytest.raises(error, match="reduce_dtype"):
+        on_ranks(lambda v: jax_ring.psum(1.0, "x", reduce_dtype=requested) + v)
+
+
+def test_reduce_dtype_speaks_of_the_leaves_of_its_kind():
+    tree = {"grads": np.full((N, 3), 256, ml_dtypes.bfloat16), "count": np.ones((N, 3), np.int32)}
+    tree["grads"][1:] = 1
+    out = per_rank(lambda t: jax_ring.psum(t, "x", reduce_dtype=jnp.float32), N, tree)
+    assert (out["grads"].astype(np.float32) == 264).all()
+    assert out["count"].dtype == np.int32
+    assert (out["count"] == 8).all()
+
+
+@pytest.mark.parametrize(
+    ("dtype", "wide"), [(FP8[0], np.float32), (FP8[1], ml_dtypes.bfloat16), (np.int8, np.int32)]
+)
+def test_wider_reduce_dtypes_of_narrow_data(dtype, wide):
+    x = integers((N, 5), dtype)
+    out = per_rank(lambda v: jax_ring.psum(v, "x", reduce_dtype=wide), N, x)
+    assert same_bits(out[0], x.astype(np.float32).sum(0).astype(dtype))
 
 
 def test_bad_operations():
@@ -767,14 +803,87 @@ def test_bad_operations():
         on_ranks(reduce(jnp.maximum))
     with pytest.raises(ValueError, match="identity is for a custom op only"):
         on_ranks(reduce("sum", identity=0))
-    with pytest.raises(ValueError, match="identity must be a scalar"):
-        on_ranks(reduce(jnp.maximum, identity=np.zeros(3)))
+    for identity in (np.zeros(3), "z"):
+        with pytest.raises(ValueError, match="identity must be a scalar number"):
+            on_ranks(reduce(jnp.maximum, identity=identity))
     with pytest.raises(TypeError, match="op must be a name or a function"):
         on_ranks(reduce(3))
-    with pytest.raises(ValueError, match="algorithm='xla' knows the ops"):
+    with pytest.raises(ValueError, match="algorithm='xla' .* cannot do op='prod'"):
         on_ranks(reduce("prod", algorithm="xla"))
-    with pytest.raises(ValueError, match="algorithm='xla' knows the ops"):
+    with pytest.raises(ValueError, match="algorithm='xla' .* cannot scatter op='max'"):
         on_ranks(lambda v: jax_ring.reduce_scatter(v[:8], "x", "max", algorithm="xla"))
+
+
+def test_custom_operations_that_do_not_fit():
+    class Unhashable:
+        __hash__ = None
+
+        def __call__(self, a, b):
+            return a + b
+
+    def reduce(op, identity=0):
+        return lambda v: jax_ring.all_reduce(v.astype(jnp.int32), "x", op, identity=identity)
+
+    for length in (8, 10):  # whether or not chunks are filled up
+        shape = (N, length)
+        with pytest.raises(TypeError, match="op='logaddexp' must return .* dtype int32, got float"):
+            on_ranks(reduce(jnp.logaddexp), shape=shape)
+        with pytest.raises(TypeError, match="op='<lambda>' must return an array of its operands'"):
+            on_ranks(reduce(lambda a, b: (a + b)[:1]), shape=shape)
+        with pytest.raises(TypeError, match="op='max' must be a function of two JAX arrays"):
+            on_ranks(reduce(max), shape=shape)
+        with pytest.raises(TypeError, match="op must be hashable"):
+            on_ranks(reduce(Unhashable()), shape=shape)
+        with pytest.raises(ValueError, match="identity must be a value of dtype int32, got -inf"):
+            on_ranks(reduce(jnp.maximum, -jnp.inf), shape=shape)
+        with pytest.raises(ValueError, match="uses a traced value from outside"):
+            on_ranks(
+                lambda v: jax_ring.all_reduce(v, "x", lambda a, b: a + b * v[0], identity=0),
+                shape=shape,
+            )
+
+
+def test_a_custom_operation_is_not_known_by_its_name():
+    def sum(a, b):
+        return a * b
+
+    x = np.full((N, 3), 2.0, np.float32)
+    out = per_rank(lambda v: jax_ring.all_reduce(v, "x", sum, identity=1), N, x)
+    assert (out == 2**N).all()
+    with pytest.raises(ValueError, match="cannot do op='sum'"):
+        on_ranks(lambda v: jax_ring.all_reduce(v, "x", sum, identity=1, algorithm="xla"))
+
+
+def test_xla_with_groups():
+    """lax divides by the size of the first group, and types a maximum as replicated."""
+    groups = UNEQUAL["3 and 5"]
+    x = np.arange(8, dtype=np.float32)
+    kwargs = {"axis_index_groups": groups, "algorithm": "xla"}
+    out = per_rank(lambda v: jax_ring.pmean(v, "x", **kwargs), 8, x, check_vma=False)
+    assert out.tolist() == [1.0] * 3 + [5.0] * 5
+    for name in ("psum", "pmean", "pmax"):
+        with pytest.raises(NotImplementedError, match="no axis_index_groups under check_vma=True"):
+            on_ranks(lambda v, name=name: getattr(jax_ring, name)(v, "x", **kwargs))
+
+
+def test_products_count_bools():
+    x = np.ones((N, 3), bool)
+    x[2, 1] = False
+    out = per_rank(lambda v: jax_ring.all_reduce(v, "x", "prod"), N, x)
+    assert out.dtype == np.int32
+    assert out[0].tolist() == [1, 0, 1]
+
+
+def test_constants_keep_their_dtype_and_do_not_overflow():
+    def f(v):
+        counts = np.ones(3, np.uint8)
+        sums = jax_ring.psum(counts, "x", axis_index_groups=UNEQUAL["3 and 5"])
+        assert sums.dtype == np.uint8
+        return sums + v.astype(jnp.uint8), jax_ring.pmean(np.float16(10000), "x") + 0 * v[0]
+
+    sums, mean = per_rank(f, 8, np.zeros((8, 3), np.float32))
+    assert sums[:, 0].tolist() == [3] * 3 + [5] * 5
+    assert (mean == 10000).all()
 
 
 @pytest.mark.parametrize("name", [*REDUCTIONS, "all_gather"])

@@ -6,6 +6,7 @@ import pathlib
 import re
 
 import jax
+import jax.export
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
@@ -336,6 +337,39 @@ def test_more_than_2_to_the_31_elements_do_not_overflow_an_index():
         assert f"tensor<8x{length // 8}xi8>" in text
         constants = [int(c) for c in re.findall(r"dense<(-?\d+)> : tensor<i32>", text)]
         assert max(map(abs, constants)) <= 8
+
+
+@pytest.mark.parametrize("collective", ["psum_scatter", "all_gather"])
+def test_long_dimensions_do_not_overflow_an_index(collective):
+    """Lowered only, as a block's start may not be computed from a rank in 32 bits."""
+    m = AbstractMesh((8,), ("x",), (AxisType.Explicit,))
+    length = 2**32 if collective == "psum_scatter" else 2**29
+    f = functools.partial(getattr(jax_ring, collective), axis_name="x", tiled=True)
+    g = jax.jit(jax.shard_map(f, mesh=m, in_specs=P(None), out_specs=P("x")))
+    x = jax.ShapeDtypeStruct((length,), np.int8, sharding=NamedSharding(m, P()))
+    text = g.trace(x).lower(lowering_platforms=("cpu",)).as_text()
+    constants = [int(c) for c in re.findall(r"dense<(-?\d+)> : tensor<i32>", text)]
+    assert max(map(abs, constants)) <= 8
+    assert f"tensor<8x{2**29}xi8>" in text
+
+
+def test_symbolic_shapes_are_refused():
+    """XLA crashes on their slices."""
+    m = mesh(N)
+    (b,) = jax.export.symbolic_shape("b")
+    x = jax.ShapeDtypeStruct((8 * b, 16), np.float32, sharding=NamedSharding(m, P("x")))
+
+    def exported(algorithm):
+        f = functools.partial(psum, algorithm=algorithm)
+        g = jax.jit(jax.shard_map(f, mesh=m, in_specs=P("x"), out_specs=P()))
+        return jax.export.export(g)(x)
+
+    with pytest.raises(ValueError, match=r"symbolic shape \(b, 16\); it must be constant"):
+        exported("ring")
+    data = integers((40, 16), np.float32)
+    placed = jax.device_put(data, NamedSharding(m, P("x")))
+    total = jax.jit(exported("xla").call)(placed)
+    assert (np.asarray(total) == data.reshape(8, 5, 16).sum(0)).all()
 
 
 def test_two_traces_give_the_same_program():

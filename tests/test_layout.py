@@ -1,7 +1,6 @@
 import math
 
 import jax
-import jax.export
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -97,11 +96,3 @@ def test_an_axis_of_one_device_counts_as_manual(explicit):
         g = jax.shard_map(f, in_specs=P(), out_specs=P(), axis_names={"x"})
         jax.jit(g).lower(jax.device_put(np.zeros((16, 3)), jax.NamedSharding(m, P())))
     assert (seen[0].shape, seen[0].block) == ((16, 3), 4)
-
-
-def test_symbolic_dimensions_are_left_whole():
-    b, c = jax.export.symbolic_shape("b, c")
-    plan = layout.choose(jax.ShapeDtypeStruct((b, 16), jnp.float32), 8)
-    assert (plan.axis, plan.block) == (1, 2)
-    with pytest.raises(ValueError, match="needs a dimension of constant size that 8 divides"):
-        layout.choose(jax.ShapeDtypeStruct((b, c), jnp.float32), 8)

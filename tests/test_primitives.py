@@ -4,6 +4,7 @@ import functools
 
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 import pytest
 from harness import Hlo, compiled, integers, mesh, per_rank, same_bits, sharded, vary
@@ -181,12 +182,52 @@ def losses():
     }
 
 
+@pytest.mark.parametrize("inside", [True, False])
+@pytest.mark.parametrize("to", ["varying", "invarying", "reduced"])
+def test_gathers_differentiate_where_types_are_not_checked(to, inside):
+    """Each rank's loss weighs all blocks; its gradient is the sum over ranks of the weights."""
+    weights = jnp.arange(1.0, 9.0)
+
+    def loss(v):
+        return jnp.sum(jax_ring.all_gather(v, "x", to=to, tiled=True) * weights)
+
+    if inside:
+        f = on_mesh(jax.grad(loss), check_vma=False)
+        expected = 8 * weights
+    else:
+        g = on_mesh(lambda v: loss(v)[None], check_vma=False)
+        f = jax.grad(lambda v: jnp.sum(g(v)) / 8)
+        expected = weights
+    np.testing.assert_allclose(f(jnp.arange(8.0)), expected, 1e-6)
+
+
+def test_the_backward_of_a_gather_accumulates_as_asked():
+    def body(v):
+        ct = jnp.where(lax.axis_index("x") == 2, 256, 1).astype(v.dtype) * jnp.ones(N, v.dtype)
+        f = functools.partial(jax_ring.all_gather, axis_name="x", reduce_dtype=jnp.float32)
+        once = jax.vjp(f, v)[1](ct)[0]
+        scatter = functools.partial(jax_ring.psum_scatter, axis_name="x", reduce_dtype=jnp.float32)
+        gathered = jax.linear_transpose(scatter, ct)
+        again = jax.linear_transpose(lambda u: gathered(u)[0], v)(ct)[0]
+        return once, again
+
+    for out in per_rank(body, N, np.ones(N, ml_dtypes.bfloat16)):
+        assert (out.astype(np.float32) == 264).all()
+
+
+def test_derivatives_without_automatic_casts():
+    from jax_ring import _compat
+
+    with _compat._config.auto_pcast(False):
+        f = on_mesh(lambda v: jax_ring.pmax(v, "x"), out_specs=P())
+        assert jax.grad(lambda x: f(x)[0])(jnp.arange(8.0)).tolist() == [0.0] * 7 + [1.0]
+
+
 @BOTH_MODES
 @pytest.mark.parametrize("transform", ["grad", "jvp", "linearize", "hessian"])
 def test_derivatives_are_those_of_lax(transform, check_vma):
     """To the bit where a collective is a sum of whole numbers; else to rounding."""
-    names = ["psum", "pmean", "scatter", "scatter 2d", "gather", "gather tiled", "twice"]
-    names += ["psum alone"] + ([] if check_vma and transform == "never" else ["groups"])
+    names = list(losses())
 
     def derive(f, v, t):
         if transform == "grad":
@@ -264,6 +305,56 @@ def test_derivatives_that_lax_does_not_have(op, collective):
     np.testing.assert_allclose(
         jax.jvp(ours, (x,), (tangent,))[1], jax.jvp(whole, (x,), (tangent,))[1], 1e-5, 1e-6
     )
+
+
+@pytest.mark.parametrize("op", ["max", "min", "prod"])
+@pytest.mark.parametrize("collective", ["all_reduce", "reduce_scatter"])
+def test_derivatives_over_a_vmapped_axis(op, collective):
+    local = {"max": jnp.max, "min": jnp.min, "prod": jnp.prod}[op]
+    x = jnp.array(np.random.default_rng(1).integers(1, 3, (4, 4)), jnp.float32)  # many ties
+    weights = jnp.arange(1.0, 5.0)
+
+    def f(x):
+        def each(v):
+            out = getattr(jax_ring, collective)(v, "i", op)
+            return out * weights if collective == "all_reduce" else out
+
+        out = jax.vmap(each, axis_name="i")(x)
+        return jnp.sum(out) / 4 if collective == "all_reduce" else jnp.sum(out * weights)
+
+    def whole(x):
+        return jnp.sum(local(x, axis=0) * weights)
+
+    np.testing.assert_allclose(f(x), whole(x), 1e-6)
+    np.testing.assert_allclose(jax.grad(f)(x), jax.grad(whole)(x), 1e-6)
+    np.testing.assert_allclose(jax.jvp(f, (x,), (x,))[1], jax.jvp(whole, (x,), (x,))[1], 1e-6)
+
+
+def test_derivatives_over_a_vmapped_axis_in_groups():
+    x = jnp.array([1.0, 2.0, 2.0, 2.0, 1.0])
+    groups = [[0, 3], [1, 2, 4]]
+    f = jax.vmap(lambda v: jax_ring.pmax(v, "i", axis_index_groups=groups), axis_name="i")
+    assert f(x).tolist() == [2.0] * 5
+    assert jax.grad(lambda x: jnp.sum(f(x)))(x).tolist() == [0.0, 1.5, 1.5, 2.0, 0.0]
+
+
+def test_ties_over_a_vmapped_axis_and_a_mesh_axis():
+    def body(v):
+        def loss(v):
+            return jax.vmap(lambda u: jax_ring.pmax(u, ("x", "i")), axis_name="i")(v)[0]
+
+        return jax.grad(loss)(v)
+
+    out = per_rank(body, 4, np.ones((4, 3), np.float32))
+    np.testing.assert_allclose(out, np.full((4, 3), 1 / 12), 1e-6)
+
+
+def test_custom_operations_over_a_vmapped_axis_have_no_derivative():
+    f = jax.vmap(
+        lambda v: jax_ring.all_reduce(v, "i", jnp.logaddexp, identity=-jnp.inf), axis_name="i"
+    )
+    with pytest.raises(NotImplementedError, match="op='logaddexp' has no derivative"):
+        jax.grad(lambda x: f(x)[0])(jnp.zeros(4))
 
 
 def test_ties_share_the_derivative_of_a_maximum():
@@ -469,6 +560,21 @@ def test_a_vmapped_axis_inside_of_a_mesh_axis():
     np.testing.assert_allclose(mean, np.broadcast_to(x.mean((0, 1)), mean.shape), 1e-6)
     assert (np.asarray(blocks).reshape(12) == x.sum((0, 1))).all()
     assert (np.asarray(rows)[2, 1] == x[..., :2].reshape(-1)).all()
+
+
+def test_reduce_dtype_holds_from_a_vmapped_axis_to_a_mesh_axis():
+    x = np.ones((4, 2, 8), ml_dtypes.bfloat16)
+    x[2, 1] = 256
+
+    def body(v):
+        def f(u):
+            wide = {"axis_name": ("x", "i"), "reduce_dtype": jnp.float32}
+            return jax_ring.psum(u, **wide), jax_ring.psum_scatter(u, **wide)
+
+        return jax.vmap(f, axis_name="i")(v)
+
+    for out in per_rank(body, 4, x):
+        assert (out.astype(np.float32) == 264).all()
 
 
 def test_gradients_through_a_vmapped_axis():

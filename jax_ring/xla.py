@@ -1,0 +1,63 @@
+"""`algorithm="xla"`: lax's own collectives, with the arguments that only ours have."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from jax import lax
+
+from jax_ring import _compat
+from jax_ring.executor import Array, Groups
+from jax_ring.primitives import MAX, MIN, SUM, Axes, Reduction
+
+_REDUCE: dict[Reduction, Callable[..., Any]] = {SUM: lax.psum, MAX: lax.pmax, MIN: lax.pmin}
+
+
+def _refuse(name: str, what: str) -> str:
+    return (
+        f"{name}: algorithm='xla' (given, or what 'auto' stands for here) {what}; "
+        "algorithm='ring' can"
+    )
+
+
+def all_reduce(
+    name: str, x: Array, axes: Axes, groups: Groups | None, reduction: Reduction, dtype: Any
+) -> Array:
+    """`lax.psum`, `pmax` or `pmin` in a dtype, from which the result is not converted back.
+
+    Raises:
+      ValueError: for an operation that lax does not have.
+      NotImplementedError: for groups where types are checked: lax refuses a sum, and types a
+        maximum as replicated although it differs between groups.
+    """
+    if reduction not in _REDUCE:
+        raise ValueError(_refuse(name, f"cannot do op={reduction.name!r}"))
+    if groups is not None and _compat.check_vma():
+        raise NotImplementedError(_refuse(name, "takes no axis_index_groups under check_vma=True"))
+    result: Array = _REDUCE[reduction](x.astype(dtype), axes, axis_index_groups=groups)
+    return result
+
+
+def reduce_scatter(
+    name: str,
+    x: Array,
+    axes: Axes,
+    groups: Groups | None,
+    reduction: Reduction,
+    dtype: Any,
+    *,
+    dimension: int,
+    tiled: bool,
+) -> Array:
+    """`lax.psum_scatter` in a dtype, from which the result is not converted back.
+
+    Raises:
+      ValueError: for an operation other than the sum.
+    """
+    if reduction != SUM:
+        raise ValueError(_refuse(name, f"cannot scatter op={reduction.name!r}"))
+    result: Array = lax.psum_scatter(
+        x.astype(dtype), axes, scatter_dimension=dimension, axis_index_groups=groups, tiled=tiled
+    )
+    return result
