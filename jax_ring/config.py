@@ -92,10 +92,12 @@ def current() -> Settings:
 
 @contextlib.contextmanager
 def config(**changes: Any) -> Iterator[Settings]:
-    """Changes settings for what is traced inside a with statement.
+    """Changes settings for what is traced inside a with statement, in this thread.
 
     Args:
-      **changes: fields of `Settings`.
+      **changes: fields of `Settings`: `algorithm`, what "auto" means, "ring" or "xla"
+        (`JAX_RING_ALGORITHM`); `unroll`, the longest run of like steps that is not made a loop
+        (`JAX_RING_UNROLL`); `native`, whether native code may be used (`JAX_RING_NATIVE`).
 
     Yields:
       The settings in force.

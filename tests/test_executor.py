@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from algorithms import ALL_REDUCES
+from algorithms import ALL_REDUCES, recursive_doubling
 from harness import compiled, integers, mesh, per_rank, same_bits, sharded
 from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -112,6 +112,17 @@ def test_narrow_floats_are_gathered_as_bits():
 def test_reduce_dtype_travels_while_reducing_and_the_result_afterwards():
     hlo = program(functools.partial(psum, reduce_dtype=jnp.float32), 64, dtype=ml_dtypes.bfloat16)
     assert hlo.permutes == [("f32", 8)] * 7 + [("u16", 8)] * 7
+
+
+def test_reduce_dtype_is_honoured_on_both_axes():
+    m = mesh(2, 4)
+    x = np.ones((8, 16), ml_dtypes.bfloat16)
+    x[3] = 256
+    f = functools.partial(jax_ring.psum, axis_name=("x", "y"), reduce_dtype=jnp.float32)
+    assert (per_rank(f, m, x).astype(np.float32) == 264).all()
+    g = jax.shard_map(f, mesh=m, in_specs=P("x"), out_specs=P())
+    kinds = {kind for kind, _ in compiled(g, sharded(m, P("x"), (32,), x.dtype)).permutes}
+    assert kinds == {"f32", "u16"}
 
 
 def test_a_mean_divides_chunks_not_buffers():
@@ -280,6 +291,19 @@ def test_schedules_unlike_the_ring_over_a_vmapped_axis(make, n):
     for op, numpy in (("sum", np.sum), ("max", np.max), ("min", np.min)):
         f = functools.partial(jax_ring.all_reduce, axis_name="i", op=op, algorithm=make(n))
         assert (jax.vmap(f, axis_name="i")(x) == numpy(x, axis=0)).all()
+
+
+@pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16])
+def test_the_whole_buffer_at_once_sums_alike_wherever_an_element_lies(dtype):
+    """So that putting gradients into buckets changes nothing."""
+    x = np.random.default_rng(5).normal(size=(8, 37)).astype(dtype)
+
+    def f(v):
+        g = functools.partial(jax_ring.psum, axis_name="x", algorithm=recursive_doubling(8))
+        return g(v), jnp.concatenate([g(v[:5]), g(v[5:])])
+
+    whole, parts = per_rank(f, 8, x)
+    assert same_bits(whole, parts)
 
 
 @pytest.mark.parametrize("n", [4, 8])
