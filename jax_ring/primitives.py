@@ -20,6 +20,7 @@ tracing the executor.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -273,37 +274,51 @@ def _all_reduce_rows(
         local = x * jnp.asarray(axis_data.size, x.dtype) if summed else x
         return (all_reduce_p.bind(local, axes=rest, **params) if rest else local), None
 
-    def reduce(rows: Array) -> Array:
-        local = _emulate(
-            lambda v: _all_reduce(v, axes=(axis_data.name,), emulated=True, **params),
-            rows,
-            axis_data,
+    def over_rows(rows: Array) -> Array:
+        here = (axis_data.name,)
+        reduced = _emulate(
+            lambda v: _all_reduce(v, axes=here, emulated=True, **params), rows, axis_data
         )
-        local = local[0] if groups is None else local
+        return reduced[0] if groups is None else reduced
+
+    def over_rest(local: Array) -> Array:
         whole: Array = all_reduce_p.bind(local, axes=rest, **params) if rest else local
         return whole
 
-    def tangent(rows: Array, y: Array, t: Array) -> Array:
-        if reduction in (MAX, MIN) and groups is None:
-            chosen = (rows == cast_varying(y, rest)).astype(t.dtype)
-            total, count = (t * chosen).sum(0), chosen.sum(0)
-            if rest:
-                sums = {**params, "axes": rest, "reduction": SUM}
-                total, count = all_reduce_p.bind(total, **sums), all_reduce_p.bind(count, **sums)
-            return total / count
-        if rest:
-            raise NotImplementedError(_no_derivative(reduction, "over a vmapped axis and others"))
-        return _tangent_of(lambda v: _reduced_rows(v, reduction, groups), rows, t)
-
     rows = _rows(x, d, axis_data)
-    y = reduce(rows) if reduction == SUM else _with_tangent(reduce, tangent)(rows)
+    if reduction == SUM:
+        y = over_rest(over_rows(rows))
+    elif reduction in (MAX, MIN) and groups is None:
+        # Ties are shared among all ranks at once, not axis by axis.
+        tangent = functools.partial(_extremum_tangent, axes=rest, **params)
+        y = _with_tangent(lambda rows: over_rest(over_rows(rows)), tangent)(rows)
+    else:
+        tangent = functools.partial(_rows_tangent, **params)
+        y = over_rest(_with_tangent(over_rows, tangent)(rows))
     return y, None if groups is None else 0
+
+
+def _extremum_tangent(rows: Array, y: Array, t: Array, *, axes: Axes, **params: Any) -> Array:
+    """The tangent of a maximum or minimum over rows and over axes, as in `_all_reduce_tangent`."""
+    chosen = (rows == cast_varying(y, axes)).astype(t.dtype)
+    total, count = (t * chosen).sum(0), chosen.sum(0)
+    if axes:
+        sums = {**params, "axes": axes, "reduction": SUM}
+        total, count = all_reduce_p.bind(total, **sums), all_reduce_p.bind(count, **sums)
+    return total / count
+
+
+def _rows_tangent(
+    rows: Array, y: Array, t: Array, *, reduction: Reduction, groups: Groups | None, **_: Any
+) -> Array:
+    del y
+    return _tangent_of(lambda v: _reduced_rows(v, reduction, groups), rows, t)
 
 
 def _with_tangent(
     f: Callable[[Array], Array], tangent: Callable[[Array, Array, Array], Array]
 ) -> Callable[[Array], Array]:
-    """F with a derivative of its own: the steps of a maximum would each split ties in two."""
+    """A function with a derivative of its own: a maximum's steps would each split ties in two."""
     g = jax.custom_jvp(f)
 
     @g.defjvp

@@ -349,6 +349,22 @@ def test_ties_over_a_vmapped_axis_and_a_mesh_axis():
     np.testing.assert_allclose(out, np.full((4, 3), 1 / 12), 1e-6)
 
 
+def test_products_over_a_vmapped_axis_and_a_mesh_axis():
+    x = np.random.default_rng(0).normal(size=(4, 3)).astype(np.float32)
+
+    def body(v):
+        def loss(v):
+            each = jax.vmap(
+                lambda u: jax_ring.all_reduce(u, ("i", "x"), "prod"), axis_name="i", out_axes=None
+            )
+            return each(v)
+
+        return jax.grad(loss)(v)
+
+    expected = jax.grad(lambda x: jnp.prod(x))(x)
+    np.testing.assert_allclose(per_rank(body, 4, x), expected, 1e-4)
+
+
 def test_custom_operations_over_a_vmapped_axis_have_no_derivative():
     f = jax.vmap(
         lambda v: jax_ring.all_reduce(v, "i", jnp.logaddexp, identity=-jnp.inf), axis_name="i"
