@@ -268,6 +268,7 @@ def test_transposes_of_whole_numbers_are_laxs_to_the_bit(name, check_vma):
     assert same_bits(ours, theirs)
 
 
+@pytest.mark.slow
 def test_numerical_derivatives():
     with jax.enable_x64(True):
         x = np.random.default_rng(0).normal(size=(4, 16))

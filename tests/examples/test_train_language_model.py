@@ -69,6 +69,7 @@ def test_progress_tells_loss_and_tokens_and_communication(straight) -> None:
     assert re.search(r"step 6/6 .* bits/byte .* tokens/s .*% communication", straight[0])
 
 
+@pytest.mark.slow
 def test_psum_leaves_the_reduction_to_xla_and_a_failed_check_fails_the_run(
     run_example, tmp_path
 ) -> None:
@@ -94,6 +95,7 @@ def interrupted(run_example, tmp_path_factory) -> Path:
     return folder / "saved"
 
 
+@pytest.mark.slow
 def test_a_checkpoint_is_not_mixed_with_other_runs(run_example, interrupted) -> None:
     saved = ("--checkpoint-dir", str(interrupted))
     again = run_example(SCRIPT, *TINY, *saved, status=2).stderr
@@ -105,6 +107,7 @@ def test_a_checkpoint_is_not_mixed_with_other_runs(run_example, interrupted) -> 
     assert "--steps must be at least 3" in fewer
 
 
+@pytest.mark.slow
 def test_resume_continues_to_the_same_bits(run_example, straight, interrupted, tmp_path) -> None:
     arguments = ("--check-steps", "0", "--output-dir", str(tmp_path / "out"))
     saved = ("--checkpoint-dir", str(shutil.copytree(interrupted, tmp_path / "saved")))
@@ -117,6 +120,7 @@ def test_resume_continues_to_the_same_bits(run_example, straight, interrupted, t
     assert resumed["history"]["validation"][-1] == whole["history"]["validation"][-1]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform == "win32", reason="sends SIGINT")
 def test_ctrl_c_keeps_the_last_checkpoint(
     run_example, examples, example_environment, tmp_path
@@ -173,6 +177,7 @@ def test_bad_options_are_named_with_what_would_be_right(
     assert "Traceback" not in error
 
 
+@pytest.mark.slow
 def test_errors_that_need_a_look_at_the_machine(run_example, tmp_path) -> None:
     missing = ("--resume", "--checkpoint-dir", str(tmp_path / "none"))
     assert "does not exist" in run_example(SCRIPT, *missing, status=2).stderr
