@@ -6,7 +6,7 @@ import sys
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jax_ring.schedules import (
@@ -113,6 +113,7 @@ def test_empty_runs_are_refused():
 
 
 @given(st.integers(0, 40), st.integers(0, 40), st.integers(1, 40), st.integers(1, 12))
+@settings(deadline=None)
 def test_affine_columns_are_recognized(a, b, modulus, ranks):
     column = (a * np.arange(ranks) + b) % modulus
     form = affine(column, modulus)
