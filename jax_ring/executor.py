@@ -62,7 +62,7 @@ class Communicator:
 
     def takes_part(self) -> Array:
         """Whether this device is in one of the groups."""
-        return self.lookup(self.index(), np.ones(self.size, np.int64), 2) == 1
+        return self.member(self.index(), range(self.size))
 
     def rank(self) -> Array:
         """This device's rank in its group."""
@@ -99,7 +99,7 @@ class Communicator:
 
     def permute(self, x: Array, perm: Perm) -> Array:
         """Sends x along perm, in every group at once."""
-        pairs = [(s, d) for s, d in perm]
+        pairs = list(perm)
         if self.groups is not None:
             pairs = [(group[s], group[d]) for group in self.groups for s, d in perm]
         if self.emulated:
@@ -200,7 +200,7 @@ class _Execution:
         return value.astype(self.result_dtype)
 
     def load(self, buffer: Array, rows: list[Array] | Array | None, k: int) -> Array:
-        """Reads k chunks; `rows` as `_rows` gives it."""
+        """Reads k chunks; `rows` as the method of that name gives it."""
         if rows is None:
             return buffer
         if isinstance(rows, list):
