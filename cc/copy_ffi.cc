@@ -1,9 +1,8 @@
 // The XLA FFI handler `jax_ring_copy`: its result is its operand.
 #include <cstdint>
-#include <sstream>
-#include <string>
 
 #include "copy.h"
+#include "ffi_text.h"
 #include "xla/ffi/api/ffi.h"
 
 namespace jax_ring {
@@ -11,27 +10,10 @@ namespace {
 
 namespace ffi = xla::ffi;
 
-// Strings are made only where a call fails: a call that works allocates nothing.
-std::string Text(ffi::AnyBuffer::Dimensions dimensions) {
-  std::string text = "[";
-  for (std::int64_t dimension : dimensions) {
-    if (text.size() > 1) text += ',';
-    text += std::to_string(dimension);
-  }
-  return text + "]";
-}
-
-std::string Text(ffi::DataType dtype) {
-  std::ostringstream text;
-  text << static_cast<XLA_FFI_DataType>(dtype);
-  return text.str();
-}
-
-std::string Text(std::int64_t number) { return std::to_string(number); }
-
-ffi::Error Mismatch(const char* what, const std::string& operand, const std::string& result) {
-  return ffi::Error::InvalidArgument(std::string("jax_ring_copy: the operand has ") + what + " " +
-                                     operand + ", the result " + result);
+template <typename T>
+ffi::Error Mismatch(const char* what, const T& operand, const T& result) {
+  return ffi::Error::InvalidArgument(
+      Concatenate("jax_ring_copy: the operand has ", what, " ", operand, ", the result ", result));
 }
 
 std::int64_t Bytes(const ffi::AnyBuffer& buffer) {
@@ -48,13 +30,13 @@ bool SameShape(ffi::AnyBuffer::Dimensions a, ffi::AnyBuffer::Dimensions b) {
 
 ffi::Error Copy(ffi::AnyBuffer operand, ffi::Result<ffi::AnyBuffer> result) {
   if (operand.element_type() != result->element_type()) {
-    return Mismatch("dtype", Text(operand.element_type()), Text(result->element_type()));
+    return Mismatch("dtype", operand.element_type(), result->element_type());
   }
   if (!SameShape(operand.dimensions(), result->dimensions())) {
     return Mismatch("shape", Text(operand.dimensions()), Text(result->dimensions()));
   }
   if (!CopyBytes(operand.untyped_data(), Bytes(operand), result->untyped_data(), Bytes(*result))) {
-    return Mismatch("size in bytes", Text(Bytes(operand)), Text(Bytes(*result)));
+    return Mismatch("size in bytes", Bytes(operand), Bytes(*result));
   }
   return ffi::Error::Success();
 }

@@ -5,6 +5,8 @@ built as explicit algorithms from `jax.lax.ppermute` inside `jax.shard_map`:
 
 - the collectives, and their generic forms `all_reduce` and `reduce_scatter`;
 - `jax_ring.schedules`: algorithms as data, with a verifier and a cost model;
+- `jax_ring.wire`: what chunks look like while they travel, for fewer bytes;
+- `jax_ring.error_feedback`: sums over a lossy wire whose errors do not add up;
 - `jax_ring.config`: settings, from `JAX_RING_*` or for a block of code;
 - `jax_ring.native`: what came of loading the compiled part.
 
@@ -20,7 +22,7 @@ Example:
   120.0
 """
 
-from jax_ring import native, schedules
+from jax_ring import error_feedback, native, schedules, wire
 from jax_ring.collectives import (
     all_gather,
     all_reduce,
@@ -38,6 +40,7 @@ __all__ = [
     "all_gather",
     "all_reduce",
     "config",
+    "error_feedback",
     "native",
     "pmax",
     "pmean",
@@ -46,6 +49,7 @@ __all__ = [
     "psum_scatter",
     "reduce_scatter",
     "schedules",
+    "wire",
 ]
 
 native.load()

@@ -8,12 +8,13 @@ Checked on jax 0.10.2 and 0.12.0.1. What each is for:
 - `parallel._check_axis_names`: lax's own check that axes are bound and collectives allowed.
 - `dispatch.apply_primitive`: evaluates a primitive eagerly, as lax's own are.
 - `ManualAxisType.update` and `ShapedArray.update`: result types made from operand types.
+- `module_context.axis_context` of a lowering, and `SPMDAxisContext`: which mesh axes are manual.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import jax
@@ -27,6 +28,7 @@ try:
     from jax._src import config as _config
     from jax._src import core as _core
     from jax._src import dispatch as _dispatch
+    from jax._src import sharding_impls as _sharding_impls
     from jax._src.lax import parallel as _parallel
 
     _CHECK_VMA = _config._check_vma
@@ -35,6 +37,7 @@ try:
     _CHECK_AXIS_NAMES: Any = _parallel._check_axis_names
     _APPLY_PRIMITIVE = _dispatch.apply_primitive
     _BATCHERS = batching.fancy_primitive_batchers
+    _SPMD_CONTEXT: Any = _sharding_impls.SPMDAxisContext
 except (ImportError, AttributeError) as missing:
     raise ImportError(
         f"this jax_ring was checked with jax {OLDEST_JAX} to {NEWEST_CHECKED_JAX} and does not fit "
@@ -106,44 +109,122 @@ def retype(
     return aval.update(manual_axis_type=aval.manual_axis_type.update(**fields), **changes)
 
 
+def varying_struct(shape: tuple[int, ...], dtype: Any, *avals: Aval) -> jax.ShapeDtypeStruct:
+    """A shape that varies where any of the types does. A bare one would type as replicated."""
+    axes = frozenset[str]().union(*(varying(aval) for aval in avals))
+    kind = avals[0].manual_axis_type.update(varying=axes)
+    sharding = avals[0].sharding.update(spec=(None,) * len(shape))
+    return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding, manual_axis_type=kind)
+
+
 def collective_primitive(
     name: str,
     *,
     abstract_eval: Callable[..., tuple[Aval, set[Any]]],
-    body: Callable[..., jax.Array],
-    transpose: Callable[..., Any],
+    body: Callable[..., Any],
     batch: Callable[..., tuple[Any, Any]],
+    transpose: Callable[..., Any] | None = None,
     jvp: Callable[..., tuple[Any, Any]] | None = None,
+    multiple_results: bool = False,
 ) -> Primitive:
-    """Makes a collective primitive with one operand and one result.
+    """Makes a collective primitive, of an operand and perhaps a seed to round it by.
 
     Args:
       name: shown in jaxprs.
-      abstract_eval: `(aval, **params) -> (aval, effects)`.
-      body: `(x, **params) -> y`, traced when the primitive is lowered.
-      transpose: `(cotangent, x, **params) -> (cotangent,)` of the linear primitive.
+      abstract_eval: `(aval, *seed, **params) -> (aval, effects)`.
+      body: `(x, *seed, **params) -> y`, traced when the primitive is lowered.
       batch: `(axis_data, values, dims, **params) -> (value, dim)`, for vmapped dimensions and for
         vmapped named axes alike.
-      jvp: `(primals, tangents, **params)`; if None the primitive is linear.
+      transpose: `(cotangent, x, **params) -> (cotangent,)` of the linear primitive; if None there
+        are no derivatives.
+      jvp: `(primals, tangents, **params)`; the tangents of a seed mean nothing.
+      multiple_results: whether `abstract_eval` and `body` give a tuple of results.
 
     Returns:
       The primitive.
     """
     body, batch = _with_casts(body), _with_casts(batch)
     primitive = Primitive(name)
+    primitive.multiple_results = multiple_results
     primitive.def_impl(functools.partial(_APPLY_PRIMITIVE, primitive))
     primitive.def_effectful_abstract_eval(abstract_eval)
-    lower = mlir.lower_fun(body, multiple_results=False)
+    lower = mlir.lower_fun(body, multiple_results=multiple_results)
 
-    def lowering(ctx: Any, x: Any, **params: Any) -> Any:
-        return lower(ctx.replace(avals_in=[_as_varying(a) for a in ctx.avals_in]), x, **params)
+    def lowering(ctx: Any, *operands: Any, **params: Any) -> Any:
+        avals = [_as_varying(aval) for aval in ctx.avals_in]
+        return lower(ctx.replace(avals_in=avals), *operands, **params)
 
     mlir.register_lowering(primitive, lowering)
-    ad.deflinear2(primitive, transpose)
+    if transpose is not None:
+        ad.deflinear2(primitive, transpose)
     if jvp is not None:
         ad.primitive_jvps[primitive] = _with_casts(jvp)
     _BATCHERS[primitive] = batch
     return primitive
+
+
+def local_primitive(
+    name: str,
+    *,
+    result: Callable[..., tuple[tuple[int, ...], Any]],
+    body: Callable[..., jax.Array],
+    native: Mapping[str, Callable[..., jax.Array]],
+    wanted: Callable[..., bool],
+    batch: Callable[..., tuple[Any, Any]],
+) -> Primitive:
+    """Makes a primitive without communication that is a custom call where that is right.
+
+    That is decided when it is lowered: where the partitioner has no axes of its own to shard the
+    operands over, since it gathers the operands of a custom call; elsewhere `body` is traced.
+
+    Args:
+      name: shown in jaxprs.
+      result: `(*avals, **params) -> (shape, dtype)`; the result varies where any operand does.
+      body: `(*operands, **params) -> y`, plain JAX.
+      native: for each platform that may have one, the same with a custom call.
+      wanted: `(platform, *avals, **params)`, whether the custom call is preferred there.
+      batch: `(values, dims, **params) -> (value, dim)`.
+
+    Returns:
+      The primitive.
+    """
+    primitive = Primitive(name)
+    primitive.def_impl(functools.partial(_APPLY_PRIMITIVE, primitive))
+
+    def abstract_eval(*avals: Aval, **params: Any) -> Aval:
+        shape, dtype = result(*avals, **params)
+        axes = frozenset[str]().union(*(varying(aval) for aval in avals))
+        plain = avals[0].sharding.update(spec=(None,) * len(shape))
+        return retype(avals[0], varying=axes, shape=shape, dtype=dtype, sharding=plain)
+
+    primitive.def_abstract_eval(abstract_eval)
+    plain = mlir.lower_fun(_with_casts(body), multiple_results=False)
+    mlir.register_lowering(primitive, plain)
+    for platform, call in native.items():
+        custom = mlir.lower_fun(_with_casts(call), multiple_results=False)
+
+        def lowering(
+            ctx: Any,
+            *operands: Any,
+            custom: Any = custom,
+            platform: str = platform,
+            **params: Any,
+        ) -> Any:
+            use = _unpartitioned(ctx) and wanted(platform, *ctx.avals_in, **params)
+            return (custom if use else plain)(ctx, *operands, **params)
+
+        mlir.register_lowering(primitive, lowering, platform=platform)
+    batching.primitive_batchers[primitive] = _with_casts(batch)
+    return primitive
+
+
+def _unpartitioned(ctx: Any) -> bool:
+    """Whether what is lowered here is the program of one device: nothing is left to partition."""
+    context = ctx.module_context.axis_context
+    if isinstance(context, _SPMD_CONTEXT):
+        sizes = context.mesh.shape
+        return all(size == 1 or axis in context.manual_axes for axis, size in sizes.items())
+    return getattr(context, "num_devices", None) == 1
 
 
 def _with_casts(rule: Callable[..., Any]) -> Callable[..., Any]:

@@ -17,16 +17,18 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jax_ring import _compat, primitives
+from jax_ring import _compat, primitives, wire
 from jax_ring.config import ALGORITHMS, current
 from jax_ring.executor import Array, Communicator, Groups
 from jax_ring.primitives import MAX, MIN, PROD, SUM, Axes, Method, Reduction
 from jax_ring.schedules import Kind, Schedule, verify
+from jax_ring.wire import WireFormat
 
 AxisName = Any  # a hashable name, or a tuple or list of names, as in jax.lax
 AxisIndexGroups = Sequence[Sequence[int]] | None
 Algorithm = str | Schedule
 Op = str | Callable[[Array, Array], Array]
+Wire = str | WireFormat | None
 
 _REDUCTIONS = {"sum": SUM, "mean": SUM, "max": MAX, "min": MIN, "prod": PROD}
 _KINDS = ("floating", "complexfloating", "signedinteger", "unsignedinteger", "bool_")
@@ -43,8 +45,10 @@ class Call:
       groups: the groups of ranks, or None.
       reduction: what is computed; the sum for a gather, whose transpose needs one.
       mean: whether the result is divided by the ranks.
-      method: the algorithm, which may also be "xla", and how long runs are unrolled.
+      method: the algorithm, which may also be "xla", the wire, and how long runs are unrolled.
       reduce_dtype: the dtype asked for, or None.
+      key: what the wire rounds at random with, or None.
+      kind: the kind of collective.
     """
 
     name: str
@@ -55,6 +59,8 @@ class Call:
     mean: bool
     method: Method
     reduce_dtype: Any
+    key: Any
+    kind: Kind
 
     @property
     def ranks(self) -> int:
@@ -78,6 +84,7 @@ def parse(
     axis_index_groups: AxisIndexGroups,
     algorithm: Algorithm,
     reduce_dtype: Any,
+    wire: Wire,
 ) -> Call:
     """Checks all arguments of a call that do not depend on the leaf."""
     name = f"jax_ring.{api}"
@@ -86,9 +93,53 @@ def parse(
     size = _axis_size(name, axes)
     groups = _groups(name, axis_index_groups, axes, size, equal=kind is not Kind.ALL_REDUCE)
     ranks = {size} if groups is None else {len(group) for group in groups}
-    method = Method(_algorithm(name, algorithm, kind, ranks) if axes else "ring", current().unroll)
+    form, key = _wire(name, wire, x)
+    chosen = _algorithm(name, algorithm, kind, ranks, form is not None) if axes else "ring"
     wanted = _requested_dtype(name, reduce_dtype, x)
-    return Call(name, axes, size, groups, reduction, mean, method, wanted)
+    if form is not None and wanted not in (None, jnp.float32):
+        raise ValueError(
+            f"{name}: sums over wire={form.name!r} are taken in float32, got reduce_dtype={wanted}"
+        )
+    settings = current()
+    method = Method(chosen, settings.unroll, form, settings.reducer)
+    return Call(name, axes, size, groups, reduction, mean, method, wanted, key, kind)
+
+
+def _wire(name: str, requested: Wire, x: Any) -> tuple[WireFormat | None, Any]:
+    """The format without its key, and the key."""
+    try:
+        form = wire.get(requested)
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"{name}: {error}") from None
+    if form is None:
+        return None, None
+    leaves = [leaf for leaf in jax.tree.leaves(x) if _is_number(leaf)]
+    if leaves and not any(_kind(jax.dtypes.result_type(leaf)) == "floating" for leaf in leaves):
+        found = sorted({str(jax.dtypes.result_type(leaf)) for leaf in leaves})
+        raise ValueError(
+            f"{name}: wire={form.name!r} is for floating-point leaves, but x has only {found}"
+        )
+    if not isinstance(form, wire.Blocks) or not form.stochastic:
+        return form, None
+    if form.key is None:
+        raise ValueError(f"{name}: wire={form!r} rounds at random and needs a key: Blocks(key=...)")
+    return dataclasses.replace(form, key=None), form.key
+
+
+def seed(call: Call, leaf: int) -> tuple[Array, ...]:
+    """The seed of a leaf's messages, as operands: one if the wire rounds at random, else none."""
+    if call.key is None:
+        return ()
+    key = jax.random.fold_in(call.key, leaf)
+    return (jax.random.bits(key, (2,), jnp.uint32),)
+
+
+def method_for(call: Call, x: Array) -> Method:
+    """How a leaf is communicated: only real floats pass through a wire format."""
+    if call.method.wire is None or _kind(x.dtype) == "floating":
+        return call.method
+    bare = dataclasses.replace(call.method, wire=None)
+    return dataclasses.replace(bare, algorithm="ring") if call.method.algorithm == "xla" else bare
 
 
 def _reduction(name: str, op: Op, identity: Any) -> tuple[Reduction, bool]:
@@ -182,7 +233,9 @@ def _verified(schedule: Schedule) -> Schedule:
     return schedule
 
 
-def _algorithm(name: str, algorithm: Algorithm, kind: Kind, ranks: set[int]) -> Algorithm:
+def _algorithm(
+    name: str, algorithm: Algorithm, kind: Kind, ranks: set[int], wired: bool
+) -> Algorithm:
     if isinstance(algorithm, Schedule):
         if algorithm.kind is not kind:
             raise ValueError(
@@ -203,7 +256,16 @@ def _algorithm(name: str, algorithm: Algorithm, kind: Kind, ranks: set[int]) -> 
         raise TypeError(wanted)
     if algorithm not in ALGORITHMS:
         raise ValueError(wanted)
-    return current().algorithm if algorithm == "auto" else algorithm
+    if algorithm == "auto":
+        algorithm = current().algorithm
+    if algorithm == "auto":
+        return "direct" if wired else "ring"
+    if algorithm == "xla" and wired:
+        raise ValueError(
+            f"{name}: algorithm='xla' (given, or what 'auto' stands for here) has no wire formats; "
+            "algorithm='direct' or 'ring' has"
+        )
+    return algorithm
 
 
 def _requested_dtype(name: str, requested: Any, x: Any) -> Any:
@@ -246,13 +308,24 @@ def partial_dtype(call: Call, dtype: Any, *, mean: bool) -> Any:
     """
     wanted = call.reduce_dtype
     if wanted is None or _kind(wanted) != _kind(dtype):
-        return primitives.default_reduce_dtype(dtype, mean=mean)
+        default = primitives.default_reduce_dtype(dtype, mean=mean)
+        narrow = _kind(dtype) == "floating" and default.itemsize < 4
+        return jnp.dtype(jnp.float32) if narrow and _never_sends_sums(call) else default
     if not _holds(wanted, dtype):
         raise ValueError(
             f"{call.name}: reduce_dtype must hold every value of the data's dtype {dtype}, got "
             f"{wanted}"
         )
     return wanted
+
+
+def _never_sends_sums(call: Call) -> bool:
+    """Whether a wide sum costs no bytes, as only contributions and finished sums travel."""
+    algorithm = call.method.algorithm
+    return algorithm == "direct" or (
+        isinstance(algorithm, Schedule)
+        and not primitives.partial_sums_travel(algorithm, call.kind, call.ranks)
+    )
 
 
 def _holds(wide: Any, narrow: Any) -> bool:

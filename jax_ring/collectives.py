@@ -2,17 +2,22 @@
 
 The parameters are those of `jax.lax`, in the same order, then keyword-only:
 
-- `algorithm`: "auto" (what `JAX_RING_ALGORITHM` says, by default the ring), "ring", "xla" (lax's
-  own op), or a `jax_ring.schedules.Schedule`.
+- `algorithm`: "auto" (what `JAX_RING_ALGORITHM` says; by default the ring, and "direct" over a
+  lossy wire), "ring", "direct", "xla" (lax's own op), or a `jax_ring.schedules.Schedule`.
 - `reduce_dtype`: the dtype in which partial results are held and travel. By default the dtype of
   the data, as in NCCL: no more bytes are sent than lax's op sends, and a 16-bit sum is rounded at
   each step. With `reduce_dtype=jnp.float32` it is rounded once, for twice the bytes in the reducing
-  half. Exceptions: 8-bit floats are always summed in float32, and the mean of float16 is taken in
+  half. "direct" sends no partial sums, so it sums 16-bit floats in float32. Exceptions: 8-bit floats are always summed in float32, and the mean of float16 is taken in
   float32, since the sum may overflow where the mean does not.
+- `wire`: what chunks look like while they travel: None (as they are), a name in `jax_ring.wire`,
+  such as "bfloat16" or "int8", or a `WireFormat`. Leaves that are not real floats travel as they
+  are. Sums are taken in float32, all ranks end with the same bits, and derivatives pass through the
+  same format, rounded to the nearest, as if it were exact.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import jax
@@ -20,7 +25,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jax_ring import _compat, arguments, primitives, xla
-from jax_ring.arguments import Algorithm, AxisIndexGroups, AxisName, Call, Op
+from jax_ring.arguments import Algorithm, AxisIndexGroups, AxisName, Call, Op, Wire
 from jax_ring.executor import Array
 from jax_ring.primitives import PROD, SUM
 from jax_ring.schedules import Kind
@@ -35,6 +40,7 @@ def psum(
     axis_index_groups: AxisIndexGroups = None,
     algorithm: Algorithm = "auto",
     reduce_dtype: Any = None,
+    wire: Wire = None,
 ) -> Tree:
     """All-reduce sum of `x` over `axis_name`: `jax.lax.psum` as an explicit algorithm.
 
@@ -52,6 +58,7 @@ def psum(
         once; they may differ in size. With checked types the result stays varying.
       algorithm: see the module.
       reduce_dtype: see the module.
+      wire: see the module.
 
     Returns:
       The tree of sums, each of the shape and dtype of its leaf. Not varying over `axis_name`
@@ -82,6 +89,7 @@ def psum(
         axis_index_groups=axis_index_groups,
         algorithm=algorithm,
         reduce_dtype=reduce_dtype,
+        wire=wire,
     )
 
 
@@ -92,6 +100,7 @@ def pmean(
     axis_index_groups: AxisIndexGroups = None,
     algorithm: Algorithm = "auto",
     reduce_dtype: Any = None,
+    wire: Wire = None,
 ) -> Tree:
     """All-reduce mean of `x` over `axis_name`: `jax.lax.pmean` as an explicit algorithm.
 
@@ -106,6 +115,7 @@ def pmean(
       axis_index_groups: as `psum`.
       algorithm: as `psum`.
       reduce_dtype: as `psum`.
+      wire: as `psum`.
 
     Returns:
       As `psum`; the mean of integers and bools is a float.
@@ -127,6 +137,7 @@ def pmean(
         axis_index_groups=axis_index_groups,
         algorithm=algorithm,
         reduce_dtype=reduce_dtype,
+        wire=wire,
     )
 
 
@@ -137,6 +148,7 @@ def pmax(
     axis_index_groups: AxisIndexGroups = None,
     algorithm: Algorithm = "auto",
     reduce_dtype: Any = None,
+    wire: Wire = None,
 ) -> Tree:
     """All-reduce maximum of `x` over `axis_name`: `jax.lax.pmax` as an explicit algorithm.
 
@@ -149,6 +161,7 @@ def pmax(
       axis_index_groups: as `psum`.
       algorithm: as `psum`.
       reduce_dtype: as `psum`.
+      wire: as `psum`.
 
     Returns:
       As `psum`.
@@ -169,6 +182,7 @@ def pmax(
         axis_index_groups=axis_index_groups,
         algorithm=algorithm,
         reduce_dtype=reduce_dtype,
+        wire=wire,
     )
 
 
@@ -179,6 +193,7 @@ def pmin(
     axis_index_groups: AxisIndexGroups = None,
     algorithm: Algorithm = "auto",
     reduce_dtype: Any = None,
+    wire: Wire = None,
 ) -> Tree:
     """All-reduce minimum of `x` over `axis_name`: `jax.lax.pmin` as an explicit algorithm.
 
@@ -188,6 +203,7 @@ def pmin(
       axis_index_groups: as `psum`.
       algorithm: as `psum`.
       reduce_dtype: as `psum`.
+      wire: as `psum`.
 
     Returns:
       As `pmax`.
@@ -208,6 +224,7 @@ def pmin(
         axis_index_groups=axis_index_groups,
         algorithm=algorithm,
         reduce_dtype=reduce_dtype,
+        wire=wire,
     )
 
 
@@ -220,6 +237,7 @@ def all_reduce(
     axis_index_groups: AxisIndexGroups = None,
     algorithm: Algorithm = "auto",
     reduce_dtype: Any = None,
+    wire: Wire = None,
 ) -> Tree:
     """All-reduce of `x` over `axis_name` by any operation: the generic form of `psum`.
 
@@ -232,6 +250,7 @@ def all_reduce(
       axis_index_groups: as `psum`.
       algorithm: as `psum`.
       reduce_dtype: as `psum`.
+      wire: as `psum`.
 
     Returns:
       As `psum`.
@@ -255,6 +274,7 @@ def all_reduce(
         axis_index_groups=axis_index_groups,
         algorithm=algorithm,
         reduce_dtype=reduce_dtype,
+        wire=wire,
     )
 
 
@@ -267,6 +287,7 @@ def psum_scatter(
     tiled: bool = False,
     algorithm: Algorithm = "auto",
     reduce_dtype: Any = None,
+    wire: Wire = None,
 ) -> Tree:
     """Sum over `axis_name`, of which each rank keeps one block: `jax.lax.psum_scatter`.
 
@@ -280,6 +301,7 @@ def psum_scatter(
         True, it is a multiple of that and is divided by it.
       algorithm: as `psum`.
       reduce_dtype: as `psum`.
+      wire: as `psum`.
 
     Returns:
       The tree of blocks, varying over `axis_name`. Unlike lax's, bool is counted as int32.
@@ -307,6 +329,7 @@ def psum_scatter(
         axis_index_groups=axis_index_groups,
         algorithm=algorithm,
         reduce_dtype=reduce_dtype,
+        wire=wire,
     )
 
 
@@ -321,6 +344,7 @@ def reduce_scatter(
     tiled: bool = False,
     algorithm: Algorithm = "auto",
     reduce_dtype: Any = None,
+    wire: Wire = None,
 ) -> Tree:
     """Reduce-scatter by any operation: the generic form of `psum_scatter`.
 
@@ -334,6 +358,7 @@ def reduce_scatter(
       tiled: as `psum_scatter`.
       algorithm: as `psum`.
       reduce_dtype: as `psum`.
+      wire: as `psum`.
 
     Returns:
       As `psum_scatter`.
@@ -359,6 +384,7 @@ def reduce_scatter(
         axis_index_groups=axis_index_groups,
         algorithm=algorithm,
         reduce_dtype=reduce_dtype,
+        wire=wire,
     )
 
 
@@ -372,6 +398,7 @@ def all_gather(
     to: str = "varying",
     algorithm: Algorithm = "auto",
     reduce_dtype: Any = None,
+    wire: Wire = None,
 ) -> Tree:
     """Gathers `x` from all ranks: `jax.lax.all_gather` as an explicit algorithm.
 
@@ -388,6 +415,7 @@ def all_gather(
         an unreduced cotangent). Other than "varying" not with groups.
       algorithm: as `psum`.
       reduce_dtype: as `psum`, for the reduce-scatter that this transposes to.
+      wire: as `psum`; the own block too is what its message says.
 
     Returns:
       The tree of gathered arrays.
@@ -412,6 +440,7 @@ def all_gather(
         axis_index_groups=axis_index_groups,
         algorithm=algorithm,
         reduce_dtype=reduce_dtype,
+        wire=wire,
     )
     if to not in ("varying", "invarying", "reduced"):
         raise ValueError(f"{call.name}: to must be 'varying', 'invarying' or 'reduced', got {to!r}")
@@ -423,7 +452,7 @@ def all_gather(
     if not call.axes:
         return x
 
-    def gather(leaf: Any) -> Any:
+    def gather(leaf: Any, position: int) -> Any:
         leaf = arguments.as_array(call, leaf)
         dimension = arguments.dimension(call, "axis", axis, leaf.ndim + (not tiled))
         leaf, _ = arguments.operand(call, leaf)
@@ -433,6 +462,7 @@ def all_gather(
             )
         return primitives.all_gather_p.bind(
             leaf,
+            *arguments.seed(call, position),
             axes=call.axes,
             groups=call.groups,
             dimension=dimension,
@@ -441,14 +471,20 @@ def all_gather(
             # Where types are not checked only the transpose would differ, and it must communicate.
             to=to if _compat.check_vma() else "varying",
             reduce_dtype=arguments.partial_dtype(call, leaf.dtype, mean=False),
-            method=call.method,
+            method=arguments.method_for(call, leaf),
         )
 
-    result: Tree = jax.tree.map(gather, x)
-    return result
+    return _map_leaves(gather, x)
 
 
 # --- shared ---------------------------------------------------------------------------------------
+
+
+def _map_leaves(f: Callable[[Any, int], Any], x: Tree) -> Tree:
+    """The tree of f(leaf, its position)."""
+    leaves, tree = jax.tree.flatten(x)
+    result: Tree = jax.tree.unflatten(tree, [f(leaf, i) for i, leaf in enumerate(leaves)])
+    return result
 
 
 def _all_reduce(x: Tree, axis_name: AxisName, *, api: str, **given: Any) -> Tree:
@@ -456,16 +492,15 @@ def _all_reduce(x: Tree, axis_name: AxisName, *, api: str, **given: Any) -> Tree
     if not call.axes:
         return x
 
-    def reduce(leaf: Any) -> Any:
+    def reduce(leaf: Any, position: int) -> Any:
         if call.reduction == SUM and not isinstance(leaf, jax.core.Tracer):
             return arguments.sum_of_constant(call, leaf)
         leaf = _counted(call, arguments.as_array(call, leaf))
         if call.mean and not jnp.issubdtype(leaf.dtype, jnp.inexact):
-            return _reduced(call, leaf, mean=False) / arguments.group_size(call)
-        return _reduced(call, leaf, mean=call.mean)
+            return _reduced(call, leaf, position, mean=False) / arguments.group_size(call)
+        return _reduced(call, leaf, position, mean=call.mean)
 
-    result: Tree = jax.tree.map(reduce, x)
-    return result
+    return _map_leaves(reduce, x)
 
 
 def _counted(call: Call, leaf: Array) -> Array:
@@ -473,7 +508,7 @@ def _counted(call: Call, leaf: Array) -> Array:
     return leaf.astype(jnp.int32) if leaf.dtype == bool and call.reduction in (SUM, PROD) else leaf
 
 
-def _reduced(call: Call, leaf: Array, *, mean: bool) -> Any:
+def _reduced(call: Call, leaf: Array, position: int, *, mean: bool) -> Any:
     dtype = arguments.partial_dtype(call, leaf.dtype, mean=mean)
     arguments.check_op(call, dtype)
     leaf, unreduced = arguments.operand(call, leaf)
@@ -482,12 +517,13 @@ def _reduced(call: Call, leaf: Array, *, mean: bool) -> Any:
         return (total / arguments.group_size(call) if mean else total).astype(leaf.dtype)
     return primitives.all_reduce_p.bind(
         leaf,
+        *arguments.seed(call, position),
         axes=call.axes,
         groups=call.groups,
         reduction=call.reduction,
         mean=mean,
         reduce_dtype=dtype,
-        method=call.method,
+        method=arguments.method_for(call, leaf),
         invariant=call.groups is None and _compat.check_vma(),
         unreduced=unreduced,
     )
@@ -500,19 +536,20 @@ def _reduce_scatter(
     if not call.axes:
         return x
 
-    def scatter(leaf: Any) -> Any:
+    def scatter(leaf: Any, position: int) -> Any:
         leaf = _counted(call, arguments.as_array(call, leaf))
         d = arguments.dimension(call, "scatter_dimension", scatter_dimension, leaf.ndim)
         arguments.check_scatter(call, leaf.shape, d, tiled)
         if call.mean and not jnp.issubdtype(leaf.dtype, jnp.inexact):
-            return _scattered(call, leaf, d, tiled, mean=False) / call.ranks
-        return _scattered(call, leaf, d, tiled, mean=call.mean)
+            return _scattered(call, leaf, position, d, tiled, mean=False) / call.ranks
+        return _scattered(call, leaf, position, d, tiled, mean=call.mean)
 
-    result: Tree = jax.tree.map(scatter, x)
-    return result
+    return _map_leaves(scatter, x)
 
 
-def _scattered(call: Call, leaf: Array, dimension: int, tiled: bool, *, mean: bool) -> Any:
+def _scattered(
+    call: Call, leaf: Array, position: int, dimension: int, tiled: bool, *, mean: bool
+) -> Any:
     dtype = arguments.partial_dtype(call, leaf.dtype, mean=mean)
     arguments.check_op(call, dtype)
     leaf, unreduced = arguments.operand(call, leaf)
@@ -530,6 +567,7 @@ def _scattered(call: Call, leaf: Array, dimension: int, tiled: bool, *, mean: bo
         return (total / call.ranks if mean else total).astype(leaf.dtype)
     return primitives.reduce_scatter_p.bind(
         leaf,
+        *arguments.seed(call, position),
         axes=call.axes,
         groups=call.groups,
         dimension=dimension,
@@ -538,6 +576,6 @@ def _scattered(call: Call, leaf: Array, dimension: int, tiled: bool, *, mean: bo
         reduction=call.reduction,
         mean=mean,
         reduce_dtype=dtype,
-        method=call.method,
+        method=arguments.method_for(call, leaf),
         unreduced=unreduced,
     )

@@ -2,7 +2,8 @@
 
 | variable           | values    | default | meaning                                             |
 |--------------------|-----------|---------|-----------------------------------------------------|
-| JAX_RING_ALGORITHM | ring, xla | ring    | what `algorithm="auto"` means                       |
+| JAX_RING_ALGORITHM | auto, ring, direct, xla | auto | what `algorithm="auto"` means: auto is the ring, and over a lossy wire direct |
+| JAX_RING_REDUCER   | auto, native, xla | auto | what does the work on chunks: native code, plain JAX, or what was measured to be faster |
 | JAX_RING_UNROLL    | 1 or more | 32      | longer runs of like steps become a loop             |
 | JAX_RING_NATIVE    | 0, 1      | 1       | 0: neither build (at install) nor load native code  |
 
@@ -18,7 +19,8 @@ import os
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-ALGORITHMS = ("auto", "ring", "xla")
+ALGORITHMS = ("auto", "ring", "direct", "xla")
+REDUCERS = ("auto", "native", "xla")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,22 +28,28 @@ class Settings:
     """The settings in force.
 
     Attributes:
-      algorithm: what `algorithm="auto"` means: "ring" or "xla".
+      algorithm: what `algorithm="auto"` means: "ring", "direct", "xla", or "auto": the ring, and
+        over a lossy wire direct.
       unroll: runs of at most this many like steps are unrolled, so that XLA can fuse and overlap
         them; longer ones become a loop, so that the program's size does not grow with the ranks.
       native: whether the native module may be loaded.
+      reducer: what does the work on chunks: "native" code where there is any, plain JAX ("xla"),
+        or ("auto") which of them was measured to be faster.
     """
 
-    algorithm: str = "ring"
+    algorithm: str = "auto"
     unroll: int = 32
     native: bool = True
+    reducer: str = "auto"
 
     def __post_init__(self) -> None:
         """Rejects what no setting can be."""
-        if self.algorithm not in ("ring", "xla"):
-            raise ValueError(
-                f"algorithm (JAX_RING_ALGORITHM) must be 'ring' or 'xla', got {self.algorithm!r}"
-            )
+        for name, allowed in (("algorithm", ALGORITHMS), ("reducer", REDUCERS)):
+            value = getattr(self, name)
+            if value not in allowed:
+                raise ValueError(
+                    f"{name} (JAX_RING_{name.upper()}) must be one of {allowed}, got {value!r}"
+                )
         if isinstance(self.unroll, bool) or not isinstance(self.unroll, int) or self.unroll < 1:
             raise ValueError(
                 f"unroll (JAX_RING_UNROLL) must be an integer of at least 1, got {self.unroll!r}"
@@ -63,8 +71,9 @@ class Settings:
           ValueError: naming a variable whose value is not allowed, and what is.
         """
         found: dict[str, Any] = {}
-        if "JAX_RING_ALGORITHM" in environment:
-            found["algorithm"] = environment["JAX_RING_ALGORITHM"].strip().lower()
+        for name in ("algorithm", "reducer"):
+            if (variable := f"JAX_RING_{name.upper()}") in environment:
+                found[name] = environment[variable].strip().lower()
         if "JAX_RING_UNROLL" in environment:
             found["unroll"] = _parse(environment, "JAX_RING_UNROLL", int, "an integer")
         if "JAX_RING_NATIVE" in environment:
@@ -95,9 +104,10 @@ def config(**changes: Any) -> Iterator[Settings]:
     """Changes settings for what is traced inside a with statement, in this thread.
 
     Args:
-      **changes: fields of `Settings`: `algorithm`, what "auto" means, "ring" or "xla"
-        (`JAX_RING_ALGORITHM`); `unroll`, the longest run of like steps that is not made a loop
-        (`JAX_RING_UNROLL`); `native`, whether native code may be used (`JAX_RING_NATIVE`).
+      **changes: fields of `Settings`: `algorithm`, what "auto" means (`JAX_RING_ALGORITHM`);
+        `unroll`, the longest run of like steps that is not made a loop (`JAX_RING_UNROLL`);
+        `native`, whether native code may be used (`JAX_RING_NATIVE`); `reducer`, what does the
+        work on chunks (`JAX_RING_REDUCER`).
 
     Yields:
       The settings in force.

@@ -15,9 +15,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jax_ring.plan import Segment, own_chunks, plan
+from jax_ring.chunk_reduce import Codec, rounded
+from jax_ring.plan import Segment, Source, own_chunks, plan
 from jax_ring.schedules import Op, Schedule
 from jax_ring.schedules.schedule import Perm, Table, affine
+from jax_ring.wire import Message, mix
 
 Array = jax.Array
 Groups = tuple[tuple[int, ...], ...]
@@ -172,34 +174,53 @@ class Arithmetic:
     finish: Callable[[Array], Array] | None = None
 
 
+Rows = list[Array] | Array | None
+
+
 class _Execution:
     """A schedule being traced over one buffer with a dimension of chunks."""
 
     def __init__(
-        self,
-        schedule: Schedule,
-        comm: Communicator,
-        arithmetic: Arithmetic | None,
-        axis: int,
-        block: int,
-        dtype: Any,
-        label: str,
+        self, schedule: Schedule, comm: Communicator, axis: int, block: int, label: str
     ) -> None:
         self.schedule, self.comm, self.label = schedule, comm, label
         self.axis, self.block = axis, block
         self.plan = plan(schedule)
         self.index = comm.index()
-        self.result_dtype = dtype
-        self.arithmetic = arithmetic or Arithmetic(lambda a, b: a, dtype)
-        self.buffer_dtype = self.arithmetic.dtype if self.plan.widened else dtype
+        self.sent: Any = None  # What the step before sent, for a step that sends it again.
 
-    def finish(self, value: Array) -> Array:
-        """What a finished chunk looks like in the result."""
-        if self.arithmetic.finish is not None:
-            value = self.arithmetic.finish(value)
-        return value.astype(self.result_dtype)
+    # What subclasses say: how chunks are sent, reduced and stored. What a step holds, for the next
+    # one to send or to add to, is theirs to define.
 
-    def load(self, buffer: Array, rows: list[Array] | Array | None, k: int) -> Array:
+    def outgoing(self, segment: Segment, t: Array | int, buffer: Array, held: Any) -> Any:
+        """The message of a step that does not send again what was sent."""
+        raise NotImplementedError
+
+    def reduce(
+        self, segment: Segment, t: Array | int, arrived: Any, buffer: Array, held: Any
+    ) -> Any:
+        """What a REDUCE step holds."""
+        raise NotImplementedError
+
+    def copy(self, arrived: Any) -> Any:
+        """What a COPY step holds."""
+        raise NotImplementedError
+
+    def kept(self, segment: Segment, t: Array | int, buffer: Array, held: Any) -> Array:
+        """The buffer after what a step holds was stored."""
+        raise NotImplementedError
+
+    def carried(self, segment: Segment, held: Any) -> Any:
+        """What is held, as a loop over the segment's steps carries it on."""
+        raise NotImplementedError
+
+    def before_loop(self, segment: Segment, buffer: Array, held: Any) -> Any:
+        """What a loop starts from: what it holds for its first step to send."""
+        if segment.traits.source is Source.LOAD:
+            return self.outgoing(segment, 0, buffer, held)
+        return held
+
+    def load(self, buffer: Array, rows: Rows, k: int) -> Array:
         """Reads k chunks; `rows` as the method of that name gives it."""
         if rows is None:
             return buffer
@@ -212,7 +233,7 @@ class _Execution:
             buffer, self._starts(buffer, rows), sizes, allow_negative_indices=False
         )
 
-    def store(self, buffer: Array, value: Array, rows: list[Array] | Array | None) -> Array:
+    def store(self, buffer: Array, value: Array, rows: Rows) -> Array:
         """Writes chunks where `load` would read them."""
         if rows is None:
             return value
@@ -230,7 +251,7 @@ class _Execution:
         start = row * self.block if self.block > 1 else row
         return [start if d == self.axis else zero for d in range(buffer.ndim)]
 
-    def rows(self, table: Table, t: Array | int, advance: int) -> list[Array] | Array | None:
+    def rows(self, table: Table, t: Array | int, advance: int) -> Rows:
         """Where this rank's chunks are: one start, k separate ones, or None for all of them."""
         chunks, k = self.schedule.chunks, table.shape[1]
         span = np.arange(k)
@@ -249,74 +270,276 @@ class _Execution:
         return lax.rem(base + t.astype(jnp.int32) * jnp.int32(advance), jnp.int32(chunks))
 
     def step(
-        self, segment: Segment, t: Array | int, buffer: Array, value: Array | None
-    ) -> tuple[Array, Array]:
+        self, segment: Segment, t: Array | int, source: Source, buffer: Array, held: Any
+    ) -> tuple[Array, Any]:
         """One step: send, reduce or copy what arrives, store it if it is read again."""
-        step, advance = segment.first, segment.advance
-        if value is None:
-            value = self.load(buffer, self.rows(step.send, t, advance), step.k)
-        value = self.comm.permute(value.astype(self.dtype_of(step.op)), step.perm)
-        rows = self.rows(step.recv, t, advance)
-        if step.op is Op.REDUCE:
-            local = self.load(buffer, rows, step.k).astype(self.arithmetic.dtype)
-            value = self.arithmetic.combine(value, local)
-        if segment.finishes:
-            value = self.finish(value)
-        if not segment.store:
-            return buffer, value
-        kept = value
-        if len(step.perm) < self.comm.size:
-            # Ranks that no one sends to keep what they have.
-            receives = self.comm.member(self.index, [target for _, target in step.perm])
-            kept = jnp.where(receives, value, self.load(buffer, rows, step.k))
-        return self.store(buffer, kept, rows), value
+        step = segment.first
+        if source is not Source.RESEND:
+            forwarded = held if source is Source.FORWARD else None
+            self.sent = self.outgoing(segment, t, buffer, forwarded)
+        arrived = jax.tree.map(lambda part: self.comm.permute(part, step.perm), self.sent)
+        if step.op is Op.COPY:
+            held = self.copy(arrived)
+        else:
+            if segment.traits.raw and isinstance(t, int):
+                # Ties what is encoded next to this: XLA:GPU otherwise sends all contributions
+                # first, keeps all that arrive, and only then adds them.
+                buffer, arrived, held = lax.optimization_barrier((buffer, arrived, held))
+            held = self.reduce(segment, t, arrived, buffer, held)
+            if segment.traits.raw and isinstance(t, int):
+                # Keeps the next encoding out of this sum's kernel, which could not add in place.
+                buffer = lax.optimization_barrier(buffer)
+        if not segment.traits.store:
+            return buffer, held
+        # Ties each store to the permute after next: XLA:GPU otherwise puts all stores behind the
+        # last permute, and keeps every chunk that arrived until then.
+        buffer, held, self.sent = lax.optimization_barrier((buffer, held, self.sent))
+        return self.kept(segment, t, buffer, held), held
 
-    def dtype_of(self, op: Op) -> Any:
-        """Sums travel in the type of the arithmetic, what is copied in that of the buffer."""
-        return self.arithmetic.dtype if op is Op.REDUCE else self.buffer_dtype
+    def where_received(self, step: Any, value: Array, old: Callable[[], Array]) -> Array:
+        """A value, but on ranks that no one sends to what they have."""
+        if len(step.perm) == self.comm.size:
+            return value
+        receives = self.comm.member(self.index, [target for _, target in step.perm])
+        return jnp.where(receives, value, old())
 
-    def segment(
-        self, segment: Segment, buffer: Array, value: Array | None, unroll: int
-    ) -> tuple[Array, Array]:
+    def segment(self, segment: Segment, buffer: Array, held: Any, unroll: int) -> tuple[Array, Any]:
         """All steps of a segment, unrolled or as a loop."""
         phase = "reduce_scatter" if segment.first.op is Op.REDUCE else "all_gather"
-        if segment.load_first:
-            value = None
         if segment.count <= unroll:
             for t in range(segment.count):
                 with jax.named_scope(f"{self.label}/{phase}/{segment.start + t}"):
-                    held = None if t and segment.load_rest else value
-                    buffer, value = self.step(segment, t, buffer, held)
-            return buffer, cast(Array, value)
+                    source = segment.rest if t else segment.traits.source
+                    buffer, held = self.step(segment, t, source, buffer, held)
+            return buffer, held
         with jax.named_scope(f"{self.label}/{phase}/loop"):
-            return self._loop(segment, buffer, value)
+            return self._loop(segment, buffer, held)
 
-    def _loop(self, segment: Segment, buffer: Array, value: Array | None) -> tuple[Array, Array]:
-        step = segment.first
-        if value is None:
-            value = self.load(buffer, self.rows(step.send, 0, 0), step.k)
-        value = value.astype(self.dtype_of(step.op))
-        if not segment.store:
+    def _loop(self, segment: Segment, buffer: Array, held: Any) -> tuple[Array, Any]:
+        held = self.carried(segment, self.before_loop(segment, buffer, held))
+
+        def iterate(t: Array, buffer: Array, held: Any) -> tuple[Array, Any]:
+            buffer, held = self.step(segment, t, segment.rest, buffer, held)
+            return buffer, self.carried(segment, held)
+
+        if not segment.traits.store:
             # The buffer is only read, so the loop does not carry it.
             return buffer, lax.fori_loop(
-                0, segment.count, lambda t, v: self._iterate(segment, t, buffer, v)[1], value
+                0, segment.count, lambda t, held: iterate(t, buffer, held)[1], held
             )
-        carried: tuple[Array, Array] = lax.fori_loop(
-            0, segment.count, lambda t, carry: self._iterate(segment, t, *carry), (buffer, value)
+        result: tuple[Array, Any] = lax.fori_loop(
+            0, segment.count, lambda t, carry: iterate(t, *carry), (buffer, held)
         )
-        return carried
+        return result
 
-    def _iterate(
-        self, segment: Segment, t: Array, buffer: Array, value: Array
-    ) -> tuple[Array, Array]:
-        buffer, produced = self.step(segment, t, buffer, None if segment.load_rest else value)
-        return buffer, produced.astype(value.dtype)
-
-    def run(self, buffer: Array, value: Array | None, unroll: int) -> tuple[Array, Array | None]:
+    def run(self, buffer: Array, held: Any, unroll: int) -> tuple[Array, Any]:
         """All segments."""
         for segment in self.plan.segments:
-            buffer, value = self.segment(segment, buffer, value, unroll)
-        return buffer, value
+            buffer, held = self.segment(segment, buffer, held, unroll)
+        return buffer, held
+
+
+class _Plain(_Execution):
+    """Chunks travel as they are. A step holds an array: its chunks."""
+
+    def __init__(
+        self,
+        schedule: Schedule,
+        comm: Communicator,
+        arithmetic: Arithmetic | None,
+        axis: int,
+        block: int,
+        dtype: Any,
+        label: str,
+    ) -> None:
+        super().__init__(schedule, comm, axis, block, label)
+        self.result_dtype = dtype
+        self.arithmetic = arithmetic or Arithmetic(lambda a, b: a, dtype)
+        self.buffer_dtype = self.arithmetic.dtype if self.plan.widened else dtype
+
+    def finish(self, value: Array) -> Array:
+        """What a finished chunk looks like in the result."""
+        if self.arithmetic.finish is not None:
+            value = self.arithmetic.finish(value)
+        return value.astype(self.result_dtype)
+
+    def outgoing(self, segment: Segment, t: Array | int, buffer: Array, held: Any) -> Any:
+        """Chunks in the type in which they travel."""
+        step = segment.first
+        if held is None:
+            held = self.load(buffer, self.rows(step.send, t, segment.advance), step.k)
+        return held.astype(self._travels_in(segment))
+
+    def _travels_in(self, segment: Segment) -> Any:
+        """Sums travel in the type of the arithmetic, what is copied in that of the buffer."""
+        if segment.first.op is Op.COPY:
+            return self.buffer_dtype
+        return self.result_dtype if segment.traits.raw else self.arithmetic.dtype
+
+    def reduce(
+        self, segment: Segment, t: Array | int, arrived: Any, buffer: Array, held: Any
+    ) -> Any:
+        """The sums, finished if the step completes them."""
+        step, dtype = segment.first, self.arithmetic.dtype
+        if not segment.traits.accumulates:
+            held = self.load(buffer, self.rows(step.recv, t, segment.advance), step.k)
+        total = self.arithmetic.combine(arrived.astype(dtype), held.astype(dtype))
+        return self.finish(total) if segment.traits.finishes else total
+
+    def copy(self, arrived: Any) -> Any:
+        """What arrived."""
+        return arrived
+
+    def kept(self, segment: Segment, t: Array | int, buffer: Array, held: Any) -> Array:
+        """The buffer with the chunks."""
+        step = segment.first
+        rows = self.rows(step.recv, t, segment.advance)
+        held = self.where_received(step, held, lambda: self.load(buffer, rows, step.k))
+        return self.store(buffer, held.astype(buffer.dtype), rows)
+
+    def carried(self, segment: Segment, held: Any) -> Any:
+        """In the type in which it travels."""
+        return held.astype(self._travels_in(segment))
+
+
+@dataclasses.dataclass(frozen=True)
+class Sealed:
+    """What a step over a wire holds: a message, or a value to which more is added."""
+
+    message: Message = None
+    value: Array | None = None
+
+
+jax.tree_util.register_dataclass(Sealed, ["message", "value"], [])
+
+
+class _Wired(_Execution):
+    """Chunks travel as messages of a wire format.
+
+    The buffer is [chunks, ..., n]. What a step produces is kept as a message where the next one
+    sends it on: decoding, adding and encoding are then one call. Finished chunks are encoded once,
+    by the rank that finishes them, which stores what the message says, as all others do.
+    """
+
+    def __init__(
+        self,
+        schedule: Schedule,
+        comm: Communicator,
+        codec: Codec,
+        label: str,
+        *,
+        seed: Array | None = None,
+        finish: Callable[[Array], Array] | None = None,
+        residual: Array | None = None,
+    ) -> None:
+        super().__init__(schedule, comm, 0, 1, label)
+        self.codec, self.seed, self.residual = codec, seed, residual
+        self.plain_finish = finish if codec.wire is None else None
+
+    def indices(self, table: Table, t: Array | int, advance: int) -> list[Array]:
+        """This rank's chunks, one by one."""
+        chunks = self.schedule.chunks
+        return [
+            jnp.asarray(self._row(table[:, i] % chunks, t, advance), jnp.int32)
+            for i in range(table.shape[1])
+        ]
+
+    def outgoing(self, segment: Segment, t: Array | int, buffer: Array, held: Any) -> Any:
+        """A message, with a leading dimension of chunks."""
+        if held is not None and held.message is not None:
+            return held.message
+        rows = self.indices(segment.first.send, t, segment.advance)
+        if held is not None:
+            buffer, rows = held.value, [jnp.int32(i) for i in range(len(rows))]
+        parts = []
+        for i, row in enumerate(rows):
+            message = self.codec.encode(buffer, row, self.draw(segment, t, 2 * i))
+            if self.residual is not None:
+                self._keep_error(row, buffer[row], message)
+            parts.append(message)
+        return _stacked(parts)
+
+    def reduce(
+        self, segment: Segment, t: Array | int, arrived: Any, buffer: Array, held: Any
+    ) -> Any:
+        """A message if it is sent on, else the value."""
+        traits = segment.traits
+        rows = self.indices(segment.first.recv, t, segment.advance)
+        encodes = traits.forwarded and not self.plan.redundant
+        results = []
+        for i, row in enumerate(rows):
+            local, at = buffer, row
+            if traits.accumulates:
+                local, at = held.value, jnp.int32(i)
+            if self.plan.redundant:
+                # All ranks that make this sum must make the same one, so none may add its own
+                # contribution as it is.
+                own = self.codec.encode(local, at, self.draw(segment, t, 2 * i))
+                local, at = self.codec.value(own, local.shape[-1])[None], jnp.int32(0)
+            received = jax.tree.map(lambda part, i=i: part[i], arrived)
+            seed = self.draw(segment, t, 2 * i + 1)
+            results.append(self._sum(received, local, at, row, seed, traits.finishes, encodes))
+        return Sealed(message=_stacked(results)) if encodes else Sealed(value=jnp.stack(results))
+
+    def _sum(
+        self,
+        received: Message,
+        local: Array,
+        at: Array,
+        row: Array,
+        seed: Array | None,
+        finishes: bool,
+        encodes: bool,
+    ) -> Any:
+        fused = encodes and self.residual is None
+        total = self.codec.reduce(received, local, at, seed, finish=finishes, encode=fused)
+        if finishes and self.plain_finish is not None:
+            total = self.plain_finish(total).astype(local.dtype)
+        if fused or not encodes:
+            return total
+        message = self.codec.encode(total[None], jnp.int32(0), seed)
+        self._keep_error(row, total, message, self.codec.factor if finishes else 1.0)
+        return message
+
+    def _keep_error(self, row: Array, value: Array, message: Message, factor: float = 1.0) -> None:
+        """Stores what a message lost of the value, to be added to the next contribution."""
+        assert self.residual is not None
+        lost = (value - self.codec.value(message, value.shape[-1])) / factor
+        lost = jnp.where(jnp.isfinite(lost), lost, 0.0)
+        self.residual = lax.dynamic_update_index_in_dim(self.residual, lost, row, 0)
+
+    def draw(self, segment: Segment, t: Array | int, salt: int) -> Array | None:
+        """A seed for one message: another for each rank, step and chunk."""
+        if self.seed is None:
+            return None
+        step = jnp.asarray(segment.start + t, jnp.uint32) * jnp.uint32(2 * segment.first.k)
+        rank = self.index.astype(jnp.uint32)
+        return jnp.stack([mix(self.seed[0] + rank), mix(self.seed[1] + step + jnp.uint32(salt))])
+
+    def copy(self, arrived: Any) -> Any:
+        """The message that arrived."""
+        return Sealed(message=arrived)
+
+    def kept(self, segment: Segment, t: Array | int, buffer: Array, held: Any) -> Array:
+        """The buffer with what the messages say, or with the values."""
+        rows = self.indices(segment.first.recv, t, segment.advance)
+        before = buffer
+        for i, row in enumerate(rows):
+            if held.message is not None:
+                message = jax.tree.map(lambda part, i=i: part[i], held.message)
+                buffer = self.codec.decode(message, buffer, row)
+            else:
+                value = rounded(held.value[i], buffer.dtype)
+                buffer = lax.dynamic_update_index_in_dim(buffer, value, row, 0)
+        return self.where_received(segment.first, buffer, lambda: before)
+
+    def carried(self, segment: Segment, held: Any) -> Any:
+        """The same."""
+        return held if isinstance(held, Sealed) else Sealed(message=held)
+
+
+def _stacked(messages: list[Message]) -> Message:
+    return jax.tree.map(lambda *parts: jnp.stack(parts), *messages)
 
 
 def all_reduce(
@@ -345,7 +568,7 @@ def all_reduce(
     Returns:
       The reduced buffer, of the same shape and dtype.
     """
-    run = _Execution(schedule, comm, arithmetic, axis, block, buffer.dtype, label)
+    run = _Plain(schedule, comm, arithmetic, axis, block, buffer.dtype, label)
     result, _ = run.run(buffer.astype(run.buffer_dtype), None, unroll)
     return run.finish(result) if run.plan.widened else result
 
@@ -376,7 +599,7 @@ def reduce_scatter(
     Returns:
       This rank's chunks, reduced: `buffer` with a dimension `axis` of chunks / ranks blocks.
     """
-    run = _Execution(schedule, comm, arithmetic, axis, block, buffer.dtype, label)
+    run = _Plain(schedule, comm, arithmetic, axis, block, buffer.dtype, label)
     result, value = run.run(buffer.astype(run.buffer_dtype), None, unroll)
     if not run.plan.result_is_last_value or value is None:
         own = own_chunks(schedule)
@@ -408,10 +631,10 @@ def all_gather(
     Returns:
       The chunks of all ranks: `chunk` with a dimension `axis` of `schedule.chunks` blocks.
     """
-    run = _Execution(schedule, comm, None, axis, block, chunk.dtype, label)
+    run = _Plain(schedule, comm, None, axis, block, chunk.dtype, label)
     rows = run.rows(own_chunks(schedule), 0, 0)
     buffer = _blank(chunk, axis, schedule.ranks)
-    if any(segment.load_first or segment.load_rest for segment in run.plan.segments):
+    if any(Source.LOAD in (segment.traits.source, segment.rest) for segment in run.plan.segments):
         return run.run(run.store(buffer, chunk, rows), chunk, unroll)[0]
     # Nothing is sent from the buffer, so sending need not wait for the own chunk to be stored.
     return run.store(run.run(buffer, chunk, unroll)[0], chunk, rows)
@@ -420,10 +643,183 @@ def all_gather(
 def _blank(chunk: Array, axis: int, ranks: int) -> Array:
     """Room for the chunks of all ranks, of the chunk's type."""
     aval = jax.typeof(chunk)
-    zero = jnp.zeros((), chunk.dtype)
-    if varying := tuple(aval.manual_axis_type.varying):
-        zero = lax.pcast(zero, varying, to="varying")
     shape = list(chunk.shape)
     shape[axis] *= ranks
     explicit = jax.sharding.get_abstract_mesh().explicit_axes
-    return lax.broadcast(zero, shape, out_sharding=aval.sharding if explicit else None)
+    room = lax.empty(tuple(shape), chunk.dtype, out_sharding=aval.sharding if explicit else None)
+    varying = tuple(aval.manual_axis_type.varying)
+    return lax.pcast(room, varying, to="varying") if varying else room
+
+
+# --- over a wire ---------------------------------------------------------------------------------
+
+
+def wired_all_reduce(
+    schedule: Schedule,
+    rows: Array,
+    comm: Communicator,
+    codec: Codec,
+    *,
+    unroll: int,
+    label: str,
+    seed: Array | None = None,
+    finish: Callable[[Array], Array] | None = None,
+    feedback: bool = False,
+) -> tuple[Array, Array | None]:
+    """Executes an all-reduce over a wire.
+
+    Args:
+      schedule: of kind ALL_REDUCE, for `comm.size` ranks.
+      rows: [chunks, ..., n], the local data.
+      comm: who takes part.
+      codec: how chunks travel and are reduced.
+      unroll: longer segments become loops.
+      label: names the steps in a profile.
+      seed: uint32 [2] for formats that round at random.
+      finish: what is applied to finished sums where there is no wire; with one it is the codec's.
+      feedback: whether to return what this rank's messages lost.
+
+    Returns:
+      The reduced rows, and float32 rows of what was lost or None.
+    """
+    residual = jnp.zeros(rows.shape, jnp.float32) if feedback else None
+    state = plan(schedule)
+    dtype = rows.dtype
+    if codec.wire is not None and state.widened:
+        rows = rows.astype(jnp.float32)
+
+    def execution(part: Schedule) -> _Wired:
+        return _Wired(part, comm, codec, label, seed=seed, finish=finish, residual=residual)
+
+    if state.reencodes and codec.wire is not None:
+        first = execution(_part(schedule, Op.REDUCE))
+        sums, _ = first.run(rows, None, unroll)
+        sums = sums * jnp.float32(codec.factor) if codec.factor != 1.0 else sums
+        result = _gathered_messages(_part(schedule, Op.COPY), sums, first, unroll)
+    else:
+        run = execution(schedule)
+        result, _ = run.run(rows, None, len(schedule.steps) if feedback else unroll)
+        residual = run.residual
+        if state.widened:
+            result = _finished(result, codec, finish)
+    return rounded(result, dtype), residual
+
+
+def _finished(sums: Array, codec: Codec, finish: Callable[[Array], Array] | None) -> Array:
+    if codec.wire is None:
+        return finish(sums) if finish is not None else sums
+    return sums * jnp.float32(codec.factor) if codec.factor != 1.0 else sums
+
+
+def _part(schedule: Schedule, op: Op) -> Schedule:
+    """The steps up to the last reduction, or those after it."""
+    steps = list(schedule.steps)
+    end = max(i for i, step in enumerate(steps) if step.op is Op.REDUCE) + 1
+    if any(step.op is Op.COPY for step in steps[:end]):
+        raise NotImplementedError(
+            f"algorithm={schedule!r} with a lossy wire: it copies chunks from the buffer before all "
+            "sums are made; let all copies come last, or send on what just arrived"
+        )
+    part = steps[:end] if op is Op.REDUCE else steps[end:]
+    return dataclasses.replace(schedule, steps=part)
+
+
+def _gathered_messages(schedule: Schedule, sums: Array, run: _Wired, unroll: int) -> Array:
+    """Copies finished chunks as messages, each encoded once, and reads them all at the end.
+
+    For schedules that send chunks which came in different steps: what a rank has stored is then the
+    message, as encoding its value again might not give the same one.
+    """
+    chunks, n = schedule.chunks, sums.shape[-1]
+    codec = run.codec
+    last = dataclasses.replace(run.plan.segments[-1], start=len(run.schedule.steps))
+    parts = [codec.encode(sums, jnp.int32(j), run.draw(last, 0, 2 * j)) for j in range(chunks)]
+    messages, tree = jax.tree.flatten(_stacked(parts))
+    gathered = []
+    for message in messages:
+        copies = _Plain(schedule, run.comm, None, 0, 1, message.dtype, run.label)
+        gathered.append(copies.run(message, None, unroll)[0])
+    result: Array = codec.value(jax.tree.unflatten(tree, gathered), n)
+    return result
+
+
+def wired_reduce_scatter(
+    schedule: Schedule,
+    rows: Array,
+    comm: Communicator,
+    codec: Codec,
+    *,
+    unroll: int,
+    label: str,
+    seed: Array | None = None,
+    finish: Callable[[Array], Array] | None = None,
+) -> Array:
+    """Executes a reduce-scatter over a wire: what is kept is not rounded for it.
+
+    Args:
+      schedule: of kind REDUCE_SCATTER, with a chunk for each rank.
+      rows: [chunks, ..., n], the local data.
+      comm: as `wired_all_reduce`.
+      codec: as `wired_all_reduce`.
+      unroll: as `wired_all_reduce`.
+      label: as `wired_all_reduce`.
+      seed: as `wired_all_reduce`.
+      finish: as `wired_all_reduce`.
+
+    Returns:
+      This rank's chunk: [..., n].
+    """
+    dtype = rows.dtype
+    run = _Wired(schedule, comm, codec, label, seed=seed, finish=finish)
+    if codec.wire is not None and run.plan.widened:
+        rows = rows.astype(jnp.float32)
+    buffer, held = run.run(rows, None, unroll)
+    if run.plan.result_is_last_value and held.value is not None:
+        chunk = held.value[0]
+    else:
+        own = run.indices(own_chunks(schedule), 0, 0)[0]
+        chunk = lax.dynamic_index_in_dim(buffer, own, keepdims=False)
+    if run.plan.widened:
+        chunk = _finished(chunk, codec, finish)
+    return rounded(chunk, dtype)
+
+
+def wired_all_gather(
+    schedule: Schedule,
+    chunk: Array,
+    comm: Communicator,
+    codec: Codec,
+    *,
+    unroll: int,
+    label: str,
+    seed: Array | None = None,
+) -> Array:
+    """Executes an all-gather over a wire: all ranks get what the message of each says.
+
+    Args:
+      schedule: of kind ALL_GATHER, with a chunk for each rank.
+      chunk: [..., n], this rank's.
+      comm: as `wired_all_reduce`.
+      codec: as `wired_all_reduce`.
+      unroll: as `wired_all_reduce`.
+      label: as `wired_all_reduce`.
+      seed: as `wired_all_reduce`.
+
+    Returns:
+      [ranks, ..., n].
+    """
+    if seed is not None:
+        seed = jnp.stack([mix(seed[0] + comm.index().astype(jnp.uint32)), seed[1]])
+    message = codec.encode(chunk[None], jnp.int32(0), seed)
+    if plan(schedule).reencodes:
+        gathered = [
+            all_gather(schedule, part[None], comm, axis=0, block=1, unroll=unroll, label=label)
+            for part in jax.tree.leaves(message)
+        ]
+        messages = jax.tree.unflatten(jax.tree.structure(message), gathered)
+        return rounded(codec.value(messages, chunk.shape[-1]), chunk.dtype)
+    run = _Wired(schedule, comm, codec, label)
+    buffer = _blank(chunk[None], 0, schedule.ranks)
+    held = Sealed(message=_stacked([message]))
+    own = run.indices(own_chunks(schedule), 0, 0)[0]
+    return codec.decode(message, run.run(buffer, held, unroll)[0], own)

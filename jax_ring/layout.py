@@ -76,15 +76,80 @@ def choose(x: Array, chunks: int) -> Layout:
     Returns:
       A layout that needs no communication.
     """
-    mesh = jax.sharding.get_abstract_mesh()
-    spec = jax.typeof(x).sharding.spec if mesh.manual_axes else ()
-    left = [axis for axis in mesh.axis_names if axis not in mesh.manual_axes]
-    if any(mesh.shape[axis] > 1 for axis in left) or any(entry is not None for entry in spec):
+    if left_to_compiler() > 1:
+        mesh = jax.sharding.get_abstract_mesh()
+        spec = jax.typeof(x).sharding.spec if mesh.manual_axes else ()
         return _split(x, chunks, mesh, spec)
     for d in range(x.ndim):
         if _can_cut(x, d, chunks):
             return _cut(x.shape, d, chunks)
     return _flat(x.size, chunks)
+
+
+def left_to_compiler() -> int:
+    """Over how many devices the compiler may shard an array here: 1 where all axes are manual."""
+    mesh = jax.sharding.get_abstract_mesh()
+    return math.prod(int(size) for axis, size in mesh.shape.items() if axis not in mesh.manual_axes)
+
+
+@dataclasses.dataclass(frozen=True)
+class Rows:
+    """Chunks as the rows of a buffer [chunks, ..., n], from any buffer of chunks and back.
+
+    Attributes:
+      shape: the shape of the buffer of chunks, whose dimension `axis` holds them, one to an index.
+      axis: that dimension.
+      flat: whether a row has one dimension. It has those of a chunk, the longest last, where some
+        may be sharded by the compiler.
+    """
+
+    shape: tuple[int, ...]
+    axis: int
+    flat: bool
+
+    @property
+    def _last(self) -> int:
+        """The dimension of a chunk that is put last, counted without the chunks' own."""
+        chunk = [size for d, size in enumerate(self.shape) if d != self.axis]
+        return max(range(len(chunk)), key=chunk.__getitem__)
+
+    def divide(self, buffer: Array) -> Array:
+        """The rows of a buffer; the dimension of chunks may be of another size than in `shape`."""
+        rows = jnp.moveaxis(buffer, self.axis, 0)
+        if self.flat:
+            return rows.reshape(rows.shape[0], -1)
+        return jnp.moveaxis(rows, self._last + 1, -1)
+
+    def restore(self, rows: Array) -> Array:
+        """The inverse of `divide`."""
+        if self.flat:
+            chunk = [size for d, size in enumerate(self.shape) if d != self.axis]
+            rows = rows.reshape(rows.shape[0], *chunk)
+        else:
+            rows = jnp.moveaxis(rows, -1, self._last + 1)
+        return jnp.moveaxis(rows, 0, self.axis)
+
+
+def choose_rows(x: Array, chunks: int) -> tuple[Layout, Rows]:
+    """The layout in which an array's chunks are rows, one after the other in memory if possible.
+
+    Args:
+      x: as in `choose`.
+      chunks: the number of chunks.
+
+    Returns:
+      A layout whose chunks are one index each, and how its buffer becomes rows.
+    """
+    if left_to_compiler() == 1:
+        block = -(-x.size // chunks)
+        shape = (chunks, block)
+        return Layout((x.size,), 0, block * chunks, shape, 0, 1), Rows(shape, 0, True)
+    division = choose(x, chunks)
+    if division.block > 1 or division.shape[division.axis] == chunks * division.block:
+        d = division.axis
+        shape = (*division.shape[:d], chunks, division.block, *division.shape[d + 1 :])
+        division = dataclasses.replace(division, shape=shape, block=1)
+    return division, Rows(division.shape, division.axis, False)
 
 
 def _can_cut(x: Array, d: int, chunks: int) -> bool:

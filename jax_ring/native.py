@@ -114,6 +114,13 @@ def status() -> Status:
     return load()
 
 
+def platforms() -> frozenset[str]:
+    """The platforms for which native code is registered: "cpu", "cuda" or both."""
+    if not current().native:
+        return frozenset()
+    return frozenset(name for name, found in (("cpu", load().available),) if found)
+
+
 def copy(x: jax.typing.ArrayLike) -> jax.Array:
     """Copies an array through the native module, to see that it works.
 

@@ -31,8 +31,20 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from jax_ring import _compat, executor, layout
+from jax_ring.chunk_reduce import Codec, takes
 from jax_ring.executor import Array, Communicator, Groups
-from jax_ring.schedules import Kind, Schedule, ring, ring_all_gather, ring_reduce_scatter
+from jax_ring.plan import plan
+from jax_ring.schedules import (
+    Kind,
+    Schedule,
+    direct,
+    direct_all_gather,
+    direct_reduce_scatter,
+    ring,
+    ring_all_gather,
+    ring_reduce_scatter,
+)
+from jax_ring.wire import Blocks, WireFormat
 
 Axes = tuple[str, ...]
 
@@ -94,10 +106,17 @@ def _communicators(axes: Axes, groups: Groups | None, emulated: bool) -> list[Co
     return [Communicator(axes, sizes, tuple(g), order, emulated) for g in by_size.values()]
 
 
-_RINGS: dict[Kind, Callable[[int], Schedule]] = {
-    Kind.ALL_REDUCE: ring,
-    Kind.REDUCE_SCATTER: ring_reduce_scatter,
-    Kind.ALL_GATHER: ring_all_gather,
+_ALGORITHMS: dict[str, dict[Kind, Callable[[int], Schedule]]] = {
+    "ring": {
+        Kind.ALL_REDUCE: ring,
+        Kind.REDUCE_SCATTER: ring_reduce_scatter,
+        Kind.ALL_GATHER: ring_all_gather,
+    },
+    "direct": {
+        Kind.ALL_REDUCE: direct,
+        Kind.REDUCE_SCATTER: direct_reduce_scatter,
+        Kind.ALL_GATHER: direct_all_gather,
+    },
 }
 
 
@@ -106,31 +125,58 @@ class Method:
     """How a collective is carried out, settled when it is called.
 
     Attributes:
-      algorithm: "ring" or a schedule.
+      algorithm: "ring", "direct" or a schedule.
       unroll: longer runs of like steps become a loop.
+      wire: the format in which chunks travel; None for as they are.
+      reducer: "auto", "native" or "xla": what does the work on a chunk.
     """
 
     algorithm: str | Schedule
     unroll: int
+    wire: WireFormat | None = None
+    reducer: str = "auto"
 
     def schedule(self, kind: Kind, ranks: int) -> Schedule:
         """The schedule for a collective of some ranks."""
         if isinstance(self.algorithm, Schedule):
             return self.algorithm
-        return _RINGS[kind](ranks)
+        return _ALGORITHMS[self.algorithm][kind](ranks)
 
     def for_others(self) -> Method:
         """The method for another kind of collective, or over other ranks: a schedule fits one."""
-        return self if isinstance(self.algorithm, str) else Method("ring", self.unroll)
+        if isinstance(self.algorithm, str):
+            return self
+        other = "ring" if self.wire is None else "direct"
+        return dataclasses.replace(self, algorithm=other)
+
+    def wired(self, op: str, dtype: Any, reduce_dtype: Any) -> bool:
+        """Whether chunks pass through a wire format or a native call on their way."""
+        if self.wire is not None:
+            return True
+        native = self.reducer == "native" and layout.left_to_compiler() == 1
+        return native and takes(op, dtype) and dtype == reduce_dtype
+
+    def codec(self, reduction: Reduction, factor: float) -> Codec:
+        """How the chunks are written, reduced and read."""
+        return Codec(self.wire, reduction.name, reduction.combine, self.reducer, factor)
 
 
 def _arithmetic(
     reduction: Reduction, mean: bool, ranks: int, reduce_dtype: Any
 ) -> executor.Arithmetic:
+    return executor.Arithmetic(reduction.combine, reduce_dtype, _mean_of(ranks) if mean else None)
+
+
+def _mean_of(ranks: int) -> Callable[[Array], Array]:
     def divide(value: Array) -> Array:
         return value / ranks
 
-    return executor.Arithmetic(reduction.combine, reduce_dtype, divide if mean else None)
+    return divide
+
+
+def partial_sums_travel(algorithm: str | Schedule, kind: Kind, ranks: int) -> bool:
+    """Whether an algorithm ever sends a sum that is not yet complete."""
+    return plan(Method(algorithm, 1).schedule(kind, ranks)).partials_travel
 
 
 def _label(reduction: Reduction, mean: bool) -> str:
@@ -144,7 +190,7 @@ def _label(reduction: Reduction, mean: bool) -> str:
 
 def _all_reduce(
     x: Array,
-    *,
+    *seed: Array,
     axes: Axes,
     groups: Groups | None,
     reduction: Reduction,
@@ -161,25 +207,81 @@ def _all_reduce(
     for comm in _communicators(axes, groups, emulated):
         if comm.size == 1 or x.size == 0:
             continue
-        schedule = method.schedule(Kind.ALL_REDUCE, comm.size)
-        division = layout.choose(x, schedule.chunks)
-        buffer = executor.all_reduce(
-            schedule,
-            division.divide(x, reduction.identity),
-            comm,
-            _arithmetic(reduction, mean, comm.size, reduce_dtype),
-            axis=division.axis,
-            block=division.block,
-            unroll=method.unroll,
-            label=f"jax_ring.{_label(reduction, mean)}/{schedule.name}",
-        )
-        reduced = division.restore(buffer, x.shape)
+        if method.wired(reduction.name, x.dtype, reduce_dtype):
+            reduced, _ = _wired_all_reduce(
+                x, *seed, comm=comm, reduction=reduction, mean=mean, method=method
+            )
+        else:
+            reduced = _plain_all_reduce(x, comm, reduction, mean, reduce_dtype, method)
         result = reduced if comm.everyone else jnp.where(comm.takes_part(), reduced, result)
     return result
 
 
+def _plain_all_reduce(
+    x: Array,
+    comm: Communicator,
+    reduction: Reduction,
+    mean: bool,
+    reduce_dtype: Any,
+    method: Method,
+) -> Array:
+    schedule = method.schedule(Kind.ALL_REDUCE, comm.size)
+    division = layout.choose(x, schedule.chunks)
+    buffer = executor.all_reduce(
+        schedule,
+        division.divide(x, reduction.identity),
+        comm,
+        _arithmetic(reduction, mean, comm.size, reduce_dtype),
+        axis=division.axis,
+        block=division.block,
+        unroll=method.unroll,
+        label=f"jax_ring.{_label(reduction, mean)}/{schedule.name}",
+    )
+    return division.restore(buffer, x.shape)
+
+
+def _wired_all_reduce(
+    x: Array,
+    *seed: Array,
+    comm: Communicator,
+    reduction: Reduction,
+    mean: bool,
+    method: Method,
+    feedback: bool = False,
+) -> tuple[Array, Array | None]:
+    """The reduced array, and float32 of its shape with what this rank's messages lost."""
+    schedule = method.schedule(Kind.ALL_REDUCE, comm.size)
+    division, shape = layout.choose_rows(x, schedule.chunks)
+    rows = shape.divide(division.divide(x, reduction.identity))
+    result, lost = executor.wired_all_reduce(
+        schedule,
+        rows,
+        comm,
+        _codec(method, rows, reduction, 1 / comm.size if mean else 1.0),
+        unroll=method.unroll,
+        label=f"jax_ring.{_label(reduction, mean)}/{schedule.name}",
+        seed=seed[0] if seed else None,
+        finish=_mean_of(comm.size) if mean else None,
+        feedback=feedback,
+    )
+
+    def restored(rows: Array) -> Array:
+        return division.restore(shape.restore(rows), x.shape)
+
+    return restored(result), None if lost is None else restored(lost)
+
+
+def _codec(method: Method, rows: Array, reduction: Reduction, factor: float = 1.0) -> Codec:
+    """The codec for rows; where the compiler may shard them, blocks keep within its shards."""
+    codec = method.codec(reduction, factor)
+    shards = layout.left_to_compiler()
+    if shards > 1 and isinstance(codec.wire, Blocks):
+        return dataclasses.replace(codec, wire=codec.wire.within(rows.shape[-1], shards))
+    return codec
+
+
 def _all_reduce_type(
-    aval: Any, *, axes: Axes, invariant: bool, reduction: Reduction, mean: bool, **_: Any
+    aval: Any, *_: Any, axes: Axes, invariant: bool, reduction: Reduction, mean: bool, **__: Any
 ) -> tuple[Any, set[Any]]:
     _compat.check_axis_names(axes, f"jax_ring.{_label(reduction, mean)}")
     varying, unreduced = _compat.varying(aval), _compat.unreduced(aval)
@@ -192,8 +294,8 @@ def _all_reduce_type(
 def _all_reduce_jvp(
     primals: tuple[Any, ...], tangents: tuple[Any, ...], **params: Any
 ) -> tuple[Any, Any]:
-    (x,), (t,) = primals, tangents
-    y = all_reduce_p.bind(x, **params)
+    x, t = primals[0], tangents[0]
+    y = all_reduce_p.bind(*primals, **params)
     return y, _all_reduce_tangent(x, y, t, **params)
 
 
@@ -204,6 +306,9 @@ def _all_reduce_tangent(
     if reduction == SUM:
         result: Array = all_reduce_p.bind(t, reduction=SUM, **params)
         return result
+    if params["method"].wire is not None:
+        # What comes off a lossy wire is not one of the values that went on.
+        raise NotImplementedError(_no_derivative(reduction, "over a wire format"))
     params = {**params, "reduction": SUM, "method": params["method"].for_others()}
     if reduction in (MAX, MIN):
         # As jnp.max: the tangents of all ranks that hold the extremum count alike.
@@ -250,40 +355,49 @@ def _all_reduce_transpose(ct: Any, x: Any, **params: Any) -> tuple[Any]:
 def _all_reduce_batch(
     axis_data: Any, values: tuple[Any, ...], dims: tuple[Any, ...], *, axes: Axes, **params: Any
 ) -> tuple[Any, Any]:
-    (x,), (d,) = values, dims
+    (x, *seed), (d, *_) = _with_one_seed(values, dims)
     if axis_data.name not in axes:
-        return all_reduce_p.bind(x, axes=axes, **params), d
+        return all_reduce_p.bind(x, *seed, axes=axes, **params), d
     groups = params["groups"]
     rest = _without(axis_data.name, axes, groups)
     if rest:
         # A schedule is for the product of the axes, and only its last sum may be rounded.
         params["method"] = params["method"].for_others()
-        y, dim = _all_reduce_rows(axis_data, x.astype(params["reduce_dtype"]), d, rest, **params)
+        wide = x.astype(params["reduce_dtype"])
+        y, dim = _all_reduce_rows(axis_data, wide, *seed, d=d, rest=rest, **params)
         return y.astype(x.dtype), dim
-    return _all_reduce_rows(axis_data, x, d, rest, **params)
+    return _all_reduce_rows(axis_data, x, *seed, d=d, rest=rest, **params)
+
+
+def _with_one_seed(values: Any, dims: Any) -> tuple[Any, Any]:
+    """Operands whose seed, if there is one, is not mapped: chunks hold the whole batch."""
+    if len(values) == 1 or dims[1] is None:
+        return values, dims
+    return (values[0], values[1].sum(dims[1], dtype=jnp.uint32)), (dims[0], None)
 
 
 def _all_reduce_rows(
-    axis_data: Any, x: Array, d: int | None, rest: Axes, **params: Any
+    axis_data: Any, x: Array, *seed: Array, d: int | None, rest: Axes, **params: Any
 ) -> tuple[Array, int | None]:
     """Reduces over a vmapped axis, whose ranks are rows of x, and then over the other axes."""
     groups, reduction = params["groups"], params["reduction"]
+
+    def over_rest(local: Array) -> Array:
+        whole: Array = all_reduce_p.bind(local, *seed, axes=rest, **params) if rest else local
+        return whole
+
     if d is None and groups is None and reduction in (SUM, MAX, MIN):
         # Known by every rank already, so nothing is sent.
         summed = reduction == SUM and not params["mean"]
         local = x * jnp.asarray(axis_data.size, x.dtype) if summed else x
-        return (all_reduce_p.bind(local, axes=rest, **params) if rest else local), None
+        return over_rest(local), None
 
     def over_rows(rows: Array) -> Array:
         here = (axis_data.name,)
         reduced = _emulate(
-            lambda v: _all_reduce(v, axes=here, emulated=True, **params), rows, axis_data
+            lambda v: _all_reduce(v, *seed, axes=here, emulated=True, **params), rows, axis_data
         )
         return reduced[0] if groups is None else reduced
-
-    def over_rest(local: Array) -> Array:
-        whole: Array = all_reduce_p.bind(local, axes=rest, **params) if rest else local
-        return whole
 
     rows = _rows(x, d, axis_data)
     if reduction == SUM:
@@ -387,12 +501,67 @@ all_reduce_p = _compat.collective_primitive(
 )
 
 
+# --- all_reduce that returns what it lost --------------------------------------------------------
+
+
+def _feedback(
+    x: Array, *seed: Array, axes: Axes, mean: bool, method: Method, emulated: bool = False
+) -> tuple[Array, Array]:
+    """The program of a sum, and what this rank's messages lost."""
+    (comm,) = _communicators(axes, None, emulated)
+    if comm.size == 1 or x.size == 0:
+        return x, jnp.zeros_like(x)
+    y, lost = _wired_all_reduce(
+        x, *seed, comm=comm, reduction=SUM, mean=mean, method=method, feedback=True
+    )
+    assert lost is not None
+    return y, lost
+
+
+def _feedback_type(
+    aval: Any, *seed: Any, axes: Axes, mean: bool, method: Method
+) -> tuple[tuple[Any, Any], set[Any]]:
+    del seed, mean, method
+    _compat.check_axis_names(axes, "jax_ring.error_feedback")
+    varying = _compat.varying(aval)
+    known = varying - set(axes) if _compat.check_vma() else varying
+    return (_compat.retype(aval, varying=known), aval), _compat.axis_effects(axes)
+
+
+def _feedback_batch(
+    axis_data: Any, values: Any, dims: Any, *, axes: Axes, **params: Any
+) -> tuple[Any, Any]:
+    (x, *seed), (d, *_) = _with_one_seed(values, dims)
+    if axis_data.name not in axes:
+        return all_reduce_feedback_p.bind(x, *seed, axes=axes, **params), (d, d)
+    if len(axes) > 1:
+        raise NotImplementedError(
+            f"jax_ring.error_feedback over the axes {axes}, of which {axis_data.name!r} is vmapped"
+        )
+
+    def body(row: Array) -> tuple[Array, Array]:
+        return _feedback(row, *seed, axes=axes, emulated=True, **params)
+
+    rows = _rows(x, d, axis_data)
+    y, lost = jax.vmap(body, axis_name=axis_data.name, axis_size=axis_data.size)(rows)
+    return (y[0], lost), (None, 0)
+
+
+all_reduce_feedback_p = _compat.collective_primitive(
+    "jax_ring_all_reduce_feedback",
+    abstract_eval=_feedback_type,
+    body=_feedback,
+    batch=_feedback_batch,
+    multiple_results=True,
+)
+
+
 # --- reduce_scatter ------------------------------------------------------------------------------
 
 
 def _reduce_scatter(
     x: Array,
-    *,
+    *seed: Array,
     axes: Axes,
     groups: Groups | None,
     dimension: int,
@@ -414,6 +583,22 @@ def _reduce_scatter(
     if tiled and x.shape[dimension] > layout.INT32_MAX:
         tiled, x = False, _blocks(x, dimension, size)
     schedule = method.schedule(Kind.REDUCE_SCATTER, size)
+    label = f"jax_ring.reduce_scatter/{schedule.name}"
+    if method.wired(reduction.name, x.dtype, reduce_dtype):
+        chunks = _blocks(x, dimension, size) if tiled else x
+        blocks = layout.Rows(chunks.shape, dimension, layout.left_to_compiler() == 1)
+        rows = blocks.divide(chunks)
+        row = executor.wired_reduce_scatter(
+            schedule,
+            rows,
+            comm,
+            _codec(method, rows, reduction, 1 / size if mean else 1.0),
+            unroll=method.unroll,
+            label=label,
+            seed=seed[0] if seed else None,
+            finish=_mean_of(size) if mean else None,
+        )
+        return blocks.restore(row[None]).reshape(shape)
     chunk = executor.reduce_scatter(
         schedule,
         x,
@@ -422,7 +607,7 @@ def _reduce_scatter(
         axis=dimension,
         block=x.shape[dimension] // size,
         unroll=method.unroll,
-        label=f"jax_ring.reduce_scatter/{schedule.name}",
+        label=label,
     )
     return chunk.reshape(shape)
 
@@ -435,7 +620,7 @@ def _scattered_shape(
 
 
 def _reduce_scatter_type(
-    aval: Any, *, axes: Axes, dimension: int, tiled: bool, size: int, **_: Any
+    aval: Any, *_: Any, axes: Axes, dimension: int, tiled: bool, size: int, **__: Any
 ) -> tuple[Any, set[Any]]:
     _compat.check_axis_names(axes, "jax_ring.psum_scatter")
     spec = list(aval.sharding.spec)
@@ -454,8 +639,8 @@ def _reduce_scatter_type(
 def _reduce_scatter_jvp(
     primals: tuple[Any, ...], tangents: tuple[Any, ...], **params: Any
 ) -> tuple[Any, Any]:
-    (x,), (t,) = primals, tangents
-    y = reduce_scatter_p.bind(x, **params)
+    x, t = primals[0], tangents[0]
+    y = reduce_scatter_p.bind(*primals, **params)
     if params["reduction"] == SUM:
         return y, reduce_scatter_p.bind(t, **params)
     # Not linear: its own slice of the all-reduce's tangent.
@@ -501,21 +686,22 @@ def _reduce_scatter_transpose(ct: Any, x: Any, **params: Any) -> tuple[Any]:
 def _reduce_scatter_batch(
     axis_data: Any, values: tuple[Any, ...], dims: tuple[Any, ...], **params: Any
 ) -> tuple[Any, Any]:
-    (x,), (d,) = values, dims
+    (x, *seed), (d, *_) = _with_one_seed(values, dims)
     axes, dimension = params["axes"], params["dimension"]
     if axis_data.name not in axes:
         if d is not None and d <= dimension:
             params["dimension"] = dimension + 1
         elif d is not None and not params["tiled"]:
             d -= 1
-        return reduce_scatter_p.bind(x, **params), d
+        return reduce_scatter_p.bind(x, *seed, **params), d
     rows = _rows(x, d, axis_data)
     if _without(axis_data.name, axes, params["groups"]):
-        wide = _scatter_in_turn(axis_data, rows.astype(params["reduce_dtype"]), **params)
-        return wide.astype(x.dtype), 0
+        wide = rows.astype(params["reduce_dtype"])
+        return _scatter_in_turn(axis_data, wide, *seed, **params).astype(x.dtype), 0
 
     def scatter(rows: Array) -> Array:
-        return _emulate(lambda v: _reduce_scatter(v, emulated=True, **params), rows, axis_data)
+        body = functools.partial(_reduce_scatter, emulated=True, **params)
+        return _emulate(lambda v: body(v, *seed), rows, axis_data)
 
     def tangent(rows: Array, y: Array, t: Array) -> Array:
         del y
@@ -551,7 +737,7 @@ def _scattered_rows(
 
 
 def _scatter_in_turn(
-    axis_data: Any, rows: Array, *, axes: Axes, tiled: bool, **params: Any
+    axis_data: Any, rows: Array, *seed: Array, axes: Axes, tiled: bool, **params: Any
 ) -> Array:
     """Scatters over several axes, one of them vmapped: one axis after the other, major first."""
     dimension, size = params.pop("dimension"), params.pop("size")
@@ -563,6 +749,7 @@ def _scatter_in_turn(
         for axis, n in zip(axes, sizes, strict=True):
             v = reduce_scatter_p.bind(
                 v,
+                *seed,
                 axes=(axis,),
                 dimension=dimension,
                 tiled=False,
@@ -589,7 +776,7 @@ reduce_scatter_p = _compat.collective_primitive(
 
 def _all_gather(
     x: Array,
-    *,
+    *seed: Array,
     axes: Axes,
     groups: Groups | None,
     dimension: int,
@@ -606,8 +793,23 @@ def _all_gather(
     shape = _gathered_shape(x.shape, dimension, tiled, size)
     if size == 1 or x.size == 0:
         return x.reshape(shape)
-    tiled = tiled and shape[dimension] <= layout.INT32_MAX
     schedule = method.schedule(Kind.ALL_GATHER, size)
+    label = f"jax_ring.all_gather/{schedule.name}"
+    if method.wire is not None:
+        chunk = lax.expand_dims(x, [dimension])
+        blocks = layout.Rows(chunk.shape, dimension, layout.left_to_compiler() == 1)
+        row = blocks.divide(chunk)[0]
+        rows = executor.wired_all_gather(
+            schedule,
+            row,
+            comm,
+            _codec(method, row[None], SUM),
+            unroll=method.unroll,
+            label=label,
+            seed=seed[0] if seed else None,
+        )
+        return blocks.restore(rows).reshape(shape)
+    tiled = tiled and shape[dimension] <= layout.INT32_MAX
     buffer = executor.all_gather(
         schedule,
         x if tiled else lax.expand_dims(x, [dimension]),
@@ -615,7 +817,7 @@ def _all_gather(
         axis=dimension,
         block=x.shape[dimension] if tiled else 1,
         unroll=method.unroll,
-        label=f"jax_ring.all_gather/{schedule.name}",
+        label=label,
     )
     return buffer.reshape(shape)
 
@@ -629,7 +831,7 @@ def _gathered_shape(
 
 
 def _all_gather_type(
-    aval: Any, *, axes: Axes, dimension: int, tiled: bool, size: int, to: str, **_: Any
+    aval: Any, *_: Any, axes: Axes, dimension: int, tiled: bool, size: int, to: str, **__: Any
 ) -> tuple[Any, set[Any]]:
     _compat.check_axis_names(axes, "jax_ring.all_gather")
     spec = list(aval.sharding.spec)
@@ -645,6 +847,12 @@ def _all_gather_type(
         sharding=aval.sharding.update(spec=PartitionSpec(*spec)),
     )
     return result, _compat.axis_effects(axes)
+
+
+def _all_gather_jvp(
+    primals: tuple[Any, ...], tangents: tuple[Any, ...], **params: Any
+) -> tuple[Any, Any]:
+    return all_gather_p.bind(*primals, **params), all_gather_p.bind(tangents[0], **params)
 
 
 def _all_gather_transpose(ct: Any, x: Any, **params: Any) -> tuple[Any]:
@@ -666,23 +874,24 @@ def _all_gather_transpose(ct: Any, x: Any, **params: Any) -> tuple[Any]:
 def _all_gather_batch(
     axis_data: Any, values: tuple[Any, ...], dims: tuple[Any, ...], **params: Any
 ) -> tuple[Any, Any]:
-    (x,), (d,) = values, dims
+    (x, *seed), (d, *_) = _with_one_seed(values, dims)
     axes, dimension = params["axes"], params["dimension"]
     if axis_data.name not in axes:
         if d is not None and d <= dimension:
             params["dimension"] = dimension + 1
         elif d is not None and not params["tiled"]:
             d += 1
-        return all_gather_p.bind(x, **params), d
+        return all_gather_p.bind(x, *seed, **params), d
     rows = _rows(x, d, axis_data)
     if _without(axis_data.name, axes, params["groups"]):
-        return _gather_in_turn(axis_data, rows, **params), None
-    result = _emulate(lambda v: _all_gather(v, emulated=True, **params), rows, axis_data)
+        return _gather_in_turn(axis_data, rows, *seed, **params), None
+    body = functools.partial(_all_gather, emulated=True, **params)
+    result = _emulate(lambda v: body(v, *seed), rows, axis_data)
     return (result[0], None) if params["groups"] is None else (result, 0)
 
 
 def _gather_in_turn(
-    axis_data: Any, rows: Array, *, axes: Axes, tiled: bool, **params: Any
+    axis_data: Any, rows: Array, *seed: Array, axes: Axes, tiled: bool, **params: Any
 ) -> Array:
     """Gathers over several axes, one of them vmapped: one axis after the other, minor first."""
     dimension, size = params.pop("dimension"), params.pop("size")
@@ -693,6 +902,7 @@ def _gather_in_turn(
         for axis in reversed(axes):
             v = all_gather_p.bind(
                 v,
+                *seed,
                 axes=(axis,),
                 dimension=dimension,
                 tiled=False,
@@ -710,6 +920,7 @@ all_gather_p = _compat.collective_primitive(
     body=_all_gather,
     transpose=_all_gather_transpose,
     batch=_all_gather_batch,
+    jvp=_all_gather_jvp,
 )
 
 

@@ -7,13 +7,14 @@ from jax_ring.config import Settings, current
 
 
 def test_defaults():
-    assert Settings.from_environment({}) == Settings("ring", 32, True)
+    assert Settings.from_environment({}) == Settings("auto", 32, True, "auto")
 
 
 @pytest.mark.parametrize(
     ("variable", "text", "field", "value"),
     [
         ("JAX_RING_ALGORITHM", " XLA ", "algorithm", "xla"),
+        ("JAX_RING_REDUCER", "Native", "reducer", "native"),
         ("JAX_RING_UNROLL", "7", "unroll", 7),
         ("JAX_RING_NATIVE", "0", "native", False),
         ("JAX_RING_NATIVE", "true", "native", True),
@@ -28,6 +29,7 @@ def test_variables(variable, text, field, value):
     ("variable", "text"),
     [
         ("JAX_RING_ALGORITHM", "tree"),
+        ("JAX_RING_REDUCER", "cuda"),
         ("JAX_RING_UNROLL", "0"),
         ("JAX_RING_UNROLL", "many"),
         ("JAX_RING_NATIVE", "2"),

@@ -1,6 +1,7 @@
 """Collective algorithms as data. Pure Python and NumPy: nothing here imports JAX."""
 
 from jax_ring.schedules.cost import cost
+from jax_ring.schedules.direct import direct, direct_all_gather, direct_reduce_scatter
 from jax_ring.schedules.ring import ring, ring_all_gather, ring_reduce_scatter
 from jax_ring.schedules.schedule import (
     Kind,
@@ -24,6 +25,9 @@ __all__ = [
     "Steps",
     "compose",
     "cost",
+    "direct",
+    "direct_all_gather",
+    "direct_reduce_scatter",
     "ring",
     "ring_all_gather",
     "ring_reduce_scatter",
