@@ -199,7 +199,7 @@ def _reduced(
     return total * jnp.float32(factor) if factor != 1.0 else total
 
 
-# --- primitives: all operands with a leading batch -------------------------------------------------
+# --- primitives: all operands with a leading batch ------------------------------------------------
 
 
 def _message(wire_format: WireFormat | None, b: int, n: int, dtype: Any) -> jax.ShapeDtypeStruct:
@@ -306,7 +306,7 @@ def _reduce_call(
     *operands: Array, wire: Any, op: str, factor: float, value: bool, reducer: str
 ) -> Array:
     del reducer
-    received, buffer = operands[:2]
+    buffer = operands[1]
     result = _reduce_result(*operands, value=value)
     # In place: the message that goes on takes the place of the one that came, or a sum its own.
     aliases = {0: 0} if not value else {}

@@ -7,8 +7,9 @@ The parameters are those of `jax.lax`, in the same order, then keyword-only:
 - `reduce_dtype`: the dtype in which partial results are held and travel. By default the dtype of
   the data, as in NCCL: no more bytes are sent than lax's op sends, and a 16-bit sum is rounded at
   each step. With `reduce_dtype=jnp.float32` it is rounded once, for twice the bytes in the reducing
-  half. "direct" sends no partial sums, so it sums 16-bit floats in float32. Exceptions: 8-bit floats are always summed in float32, and the mean of float16 is taken in
-  float32, since the sum may overflow where the mean does not.
+  half. "direct" sends no partial sums, so it sums 16-bit floats in float32. Exceptions: 8-bit
+  floats are always summed in float32, and the mean of float16 is taken in float32, since the sum
+  may overflow where the mean does not.
 - `wire`: what chunks look like while they travel: None (as they are), a name in `jax_ring.wire`,
   such as "bfloat16" or "int8", or a `WireFormat`. Leaves that are not real floats travel as they
   are. Sums are taken in float32, all ranks end with the same bits, and derivatives pass through the

@@ -2,8 +2,8 @@
 
 | variable           | values    | default | meaning                                             |
 |--------------------|-----------|---------|-----------------------------------------------------|
-| JAX_RING_ALGORITHM | auto, ring, direct, xla | auto | what `algorithm="auto"` means: auto is the ring, and over a lossy wire direct |
-| JAX_RING_REDUCER   | auto, native, xla | auto | what does the work on chunks: native code, plain JAX, or what was measured to be faster |
+| JAX_RING_ALGORITHM | auto, ring, direct, xla | auto | what `algorithm="auto"` means |
+| JAX_RING_REDUCER   | auto, native, xla | auto    | what does the work on chunks                |
 | JAX_RING_UNROLL    | 1 or more | 32      | longer runs of like steps become a loop             |
 | JAX_RING_NATIVE    | 0, 1      | 1       | 0: neither build (at install) nor load native code  |
 

@@ -199,9 +199,10 @@ def _check(call: Call, x: Any, residual: Any) -> None:
                 f"{call.name}: algorithm={schedule!r} completes a sum on several ranks or encodes "
                 "it more than once, so that no rank knows what was lost; 'direct' and 'ring' do not"
             )
-    if jax.tree.structure(x) != jax.tree.structure(residual):
+    wanted: Any = jax.tree.structure(x)
+    if wanted != jax.tree.structure(residual):
         raise ValueError(
-            f"{call.name}: residual must be a tree like x, {jax.tree.structure(x)}, got "
+            f"{call.name}: residual must be a tree like x, {wanted}, got "
             f"{jax.tree.structure(residual)}"
         )
     for leaf, before in zip(jax.tree.leaves(x), jax.tree.leaves(residual), strict=True):

@@ -17,7 +17,7 @@ from jax import lax
 
 from jax_ring.chunk_reduce import Codec, rounded
 from jax_ring.plan import Segment, Source, own_chunks, plan
-from jax_ring.schedules import Op, Schedule
+from jax_ring.schedules import Op, Schedule, Steps
 from jax_ring.schedules.schedule import Perm, Table, affine
 from jax_ring.wire import Message, mix
 
@@ -717,11 +717,11 @@ def _part(schedule: Schedule, op: Op) -> Schedule:
     end = max(i for i, step in enumerate(steps) if step.op is Op.REDUCE) + 1
     if any(step.op is Op.COPY for step in steps[:end]):
         raise NotImplementedError(
-            f"algorithm={schedule!r} with a lossy wire: it copies chunks from the buffer before all "
-            "sums are made; let all copies come last, or send on what just arrived"
+            f"algorithm={schedule!r} with a lossy wire: it copies chunks from the buffer before "
+            "all sums are made; let all copies come last, or send on what just arrived"
         )
     part = steps[:end] if op is Op.REDUCE else steps[end:]
-    return dataclasses.replace(schedule, steps=part)
+    return dataclasses.replace(schedule, steps=Steps(part, schedule.chunks))
 
 
 def _gathered_messages(schedule: Schedule, sums: Array, run: _Wired, unroll: int) -> Array:

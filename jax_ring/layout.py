@@ -147,8 +147,8 @@ def choose_rows(x: Array, chunks: int) -> tuple[Layout, Rows]:
     division = choose(x, chunks)
     if division.block > 1 or division.shape[division.axis] == chunks * division.block:
         d = division.axis
-        shape = (*division.shape[:d], chunks, division.block, *division.shape[d + 1 :])
-        division = dataclasses.replace(division, shape=shape, block=1)
+        split = (*division.shape[:d], chunks, division.block, *division.shape[d + 1 :])
+        division = dataclasses.replace(division, shape=split, block=1)
     return division, Rows(division.shape, division.axis, False)
 
 

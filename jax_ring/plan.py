@@ -170,10 +170,9 @@ def _sources(schedule: Schedule, steps: list[Step]) -> list[Source]:
             sources.append(Source.RESEND)
         else:
             sources.append(Source.LOAD)
-    if schedule.kind is Kind.ALL_GATHER and steps:
-        # A rank starts with its own chunk in hand.
-        if _same_chunks(steps[0], steps[0].send, own_chunks(schedule)):
-            sources[0] = Source.FORWARD
+    gathers = schedule.kind is Kind.ALL_GATHER and bool(steps)
+    if gathers and _same_chunks(steps[0], steps[0].send, own_chunks(schedule)):
+        sources[0] = Source.FORWARD  # A rank starts with its own chunk in hand.
     return sources
 
 

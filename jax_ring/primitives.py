@@ -700,8 +700,9 @@ def _reduce_scatter_batch(
         return _scatter_in_turn(axis_data, wide, *seed, **params).astype(x.dtype), 0
 
     def scatter(rows: Array) -> Array:
-        body = functools.partial(_reduce_scatter, emulated=True, **params)
-        return _emulate(lambda v: body(v, *seed), rows, axis_data)
+        return _emulate(
+            lambda v: _reduce_scatter(v, *seed, emulated=True, **params), rows, axis_data
+        )
 
     def tangent(rows: Array, y: Array, t: Array) -> Array:
         del y
@@ -885,8 +886,7 @@ def _all_gather_batch(
     rows = _rows(x, d, axis_data)
     if _without(axis_data.name, axes, params["groups"]):
         return _gather_in_turn(axis_data, rows, *seed, **params), None
-    body = functools.partial(_all_gather, emulated=True, **params)
-    result = _emulate(lambda v: body(v, *seed), rows, axis_data)
+    result = _emulate(lambda v: _all_gather(v, *seed, emulated=True, **params), rows, axis_data)
     return (result[0], None) if params["groups"] is None else (result, 0)
 
 

@@ -33,7 +33,7 @@ def test_a_direct_exchange_sums_in_hand_and_sends_its_sum_again_and_again():
         (Source.RESEND, False, True),
     ]
     assert [s.traits.raw for s in state.segments] == [True] * 3 + [False] * 3
-    assert not (state.partials_travel or state.widened or state.redundant or state.reencodes)
+    assert not any((state.partials_travel, state.widened, state.redundant, state.reencodes))
 
 
 def test_who_completes_a_sum_and_what_is_copied_later():
