@@ -18,13 +18,13 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 PYTEST := $(BIN)/pytest --import-mode=importlib $(PYTEST_ARGS)
 # The built parts come from these; the Python files are used where they lie (editable install).
-BUILT_FROM := pyproject.toml CMakeLists.txt $(wildcard cc/*)
+BUILT_FROM := pyproject.toml CMakeLists.txt $(wildcard cc/*.* cmake/*)
 # What an environment was made with; a change makes it anew or installs again.
 WANTED := $(PYTHON) | $(JAX_REQUIREMENT) | JAX_RING_NATIVE=$(JAX_RING_NATIVE)
 FAST := not slow and not aot and not multiprocess and not gpu
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-fast test-slow lint format clean FORCE
+.PHONY: help demo test test-fast test-slow sanitize lint format clean FORCE
 
 help: ## what can be made
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 20
@@ -39,6 +39,9 @@ test-fast: $(VENV)/.installed-test ## the fast tests and the doctests
 
 test-slow: $(VENV)/.installed-test ## every test that test-fast leaves out, but for those that need a GPU
 	$(PYTEST) -m "(slow or aot or multiprocess) and not gpu" tests
+
+sanitize: $(VENV)/.installed-test ## the C++ tests under ASan+UBSan and TSan (needs libgtest-dev)
+	tools/sanitize.sh $(BIN)/python
 
 lint: $(VENV)/.installed-test ## ruff and mypy --strict
 	$(BIN)/ruff check .

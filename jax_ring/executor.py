@@ -648,7 +648,7 @@ def _blank(chunk: Array, axis: int, ranks: int) -> Array:
     explicit = jax.sharding.get_abstract_mesh().explicit_axes
     room = lax.empty(tuple(shape), chunk.dtype, out_sharding=aval.sharding if explicit else None)
     varying = tuple(aval.manual_axis_type.varying)
-    return lax.pcast(room, varying, to="varying") if varying else room
+    return cast(Array, lax.pcast(room, varying, to="varying") if varying else room)
 
 
 # --- over a wire ---------------------------------------------------------------------------------

@@ -496,8 +496,8 @@ def get(wire: str | WireFormat | None) -> WireFormat | None:
 
     Example:
       >>> from jax_ring import wire
-      >>> wire.get("int8")
-      Blocks(element='int8', block=256)
+      >>> wire.get("int8") == wire.Blocks("int8", block=256)
+      True
     """
     if wire is None:
         return None
