@@ -52,16 +52,18 @@ endfunction()
 
 set(cuda false)
 set(cuda_reason "")
-if(NOT JAX_RING_CUDA)
-  set(cuda_reason "JAX_RING_CUDA=1 was not set at install")
-elseif(NOT native)
+if(NOT native)
   set(cuda_reason "there is no native module: ${reason}")
+elseif(NOT JAX_RING_CUDA)
+  set(cuda_reason "JAX_RING_CUDA=1 was not set at install")
 elseif(NOT CMAKE_SYSTEM_NAME STREQUAL "Linux")
   set(cuda_reason "JAX runs on CUDA under Linux only, and this is ${CMAKE_SYSTEM_NAME}")
 else()
   if(NOT CMAKE_CUDA_ARCHITECTURES)
     set(CMAKE_CUDA_ARCHITECTURES 90)  # To find the compiler; CMake's own choice may be gone from it.
   endif()
+  # CMake learns where the CUDA runtime lies by linking a program.
+  set(CMAKE_TRY_COMPILE_TARGET_TYPE EXECUTABLE)
   check_language(CUDA)  # Tries nvcc in a project of its own, so a broken one stops nothing.
   if(CMAKE_CUDA_COMPILER)
     enable_language(CUDA)
@@ -77,7 +79,6 @@ if(NOT cuda_reason)
   # One small file that asks of nvcc what the real ones do.
   set(CMAKE_CUDA_STANDARD 17)
   set(CMAKE_CUDA_STANDARD_REQUIRED ON)
-  set(CMAKE_TRY_COMPILE_TARGET_TYPE EXECUTABLE)
   file(WRITE "${CMAKE_BINARY_DIR}/probe.cu" "#include <cuda_runtime.h>\n#include <type_traits>\n__global__ void probe(unsigned* x) { *x = __reduce_max_sync(~0u, *x); }\nint main() {}\n")
   try_compile(JAX_RING_CUDA_PROBE "${CMAKE_BINARY_DIR}/probe_cuda" "${CMAKE_BINARY_DIR}/probe.cu"
               OUTPUT_VARIABLE output)
