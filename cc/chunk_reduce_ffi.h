@@ -231,6 +231,15 @@ class Checker {
     return static_cast<const Seed*>(seed->untyped_data());
   }
 
+  // Checks sums: [batch, 1, n], the shape of a buffer whose place they can take, or [batch, n].
+  void Sums(const char* name, ffi::AnyBuffer sums, std::int64_t batch, std::int64_t n) {
+    const std::size_t rank = sums.dimensions().size() == 2 ? 2 : 3;
+    Rank(name, sums, rank, "[batch, 1, n] or [batch, n]");
+    Dimension(name, sums, 0, "batch", batch);
+    if (rank == 3) Dimension(name, sums, 1, "chunks", 1);
+    Dimension(name, sums, rank - 1, "n", n);
+  }
+
   // Checks messages [batch, elements] of a format.
   void Messages(const char* name, ffi::AnyBuffer messages, const Format& format,
                 std::int64_t batch) {
@@ -297,9 +306,7 @@ inline ffi::ErrorOr<ReduceCall> CheckReduce(ffi::AnyBuffer received, ffi::AnyBuf
   const ffi::DataType travels = received.element_type();
   call.to_float = call.format.wire != Wire::kIdentity && type == ffi::DataType::F32;
   if (call.to_float) {
-    check.Rank("out", *out, 2, "[batch, n]");
-    check.Dimension("out", *out, 0, "batch", batch);
-    check.Dimension("out", *out, 1, "n", call.format.n);
+    check.Sums("out", *out, batch, call.format.n);
   } else if (type == travels || call.format.wire == Wire::kIdentity) {
     check.Messages("out", *out, call.format, batch);
   } else {

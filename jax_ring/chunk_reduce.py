@@ -110,7 +110,7 @@ class Codec:
         result = self._bind(
             reduce_p, operands, None if value else seed, factor=factor, op=self.op, value=value
         )
-        return result[0]
+        return result[0, 0] if value else result[0]
 
     def decode(self, message: Message, buffer: Array, row: Array) -> Array:
         """The buffer with a chunk read from a message.
@@ -218,8 +218,8 @@ def _encode_result(buffer: Any, row: Any, *_: Any, wire: Any, **__: Any) -> Any:
 def _reduce_result(
     received: Any, buffer: Any, row: Any, *_: Any, value: bool, **__: Any
 ) -> tuple[tuple[int, ...], Any]:
-    if value:
-        return (row.shape[0], buffer.shape[-1]), jnp.dtype(jnp.float32)
+    if value:  # The shape of an accumulator, so that the result can take its place.
+        return (row.shape[0], 1, buffer.shape[-1]), jnp.dtype(jnp.float32)
     return received.shape, received.dtype
 
 
@@ -272,7 +272,7 @@ def _reduce_body(
     if wire is None:
         return total
     if value:
-        return total
+        return total[None]
     message: Array = wire.encode(total, *seed)
     return message
 

@@ -11,6 +11,7 @@ Example:
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
 import functools
 import importlib
@@ -32,6 +33,12 @@ from jax_ring.config import current, settings
 Version = tuple[int, int]
 
 _MODULE = "jax_ring._native"
+_CUDA_LIBRARY = "libjax_ring_cuda.so"
+_CUDA_HANDLERS = {
+    "jax_ring_chunk_encode": "JaxRingCudaChunkEncode",
+    "jax_ring_chunk_reduce": "JaxRingCudaChunkReduce",
+    "jax_ring_chunk_decode": "JaxRingCudaChunkDecode",
+}
 _API_VERSION = 1  # Typed handlers. JAX's default could change, and the wrong one crashes.
 
 
@@ -45,6 +52,8 @@ class Status:
       ffi_api_built: the XLA FFI API (major, minor) it was compiled against, if known.
       ffi_api_runtime: the XLA FFI API (major, minor) of the installed jaxlib, if known.
       path: the file of the module, if it was found.
+      cuda_reason: why there are no handlers for CUDA, or empty.
+      cuda_path: the file of the CUDA kernels, if their handlers are registered.
     """
 
     available: bool
@@ -52,6 +61,8 @@ class Status:
     ffi_api_built: Version | None = None
     ffi_api_runtime: Version | None = None
     path: str | None = None
+    cuda_reason: str = "there is no native module"
+    cuda_path: str | None = None
 
     def __str__(self) -> str:
         """One line for people."""
@@ -60,7 +71,8 @@ class Status:
         return (
             f"jax_ring native module: {self.path} (compiled against XLA FFI API "
             f"{_text(self.ffi_api_built)}, jaxlib {jaxlib_version} has "
-            f"{_text(self.ffi_api_runtime)})"
+            f"{_text(self.ffi_api_runtime)}); CUDA kernels: "
+            f"{self.cuda_path or f'not there, because {self.cuda_reason}'}"
         )
 
 
@@ -86,13 +98,13 @@ def load() -> Status:
     try:
         module = _import_module()
         _check_ffi_api(module.ffi_api_version(), runtime)
-        _register(module.registrations())
+        _register(module.registrations(), "cpu")
     except _UnavailableError as error:
         if not error.wanted:
             _warn(str(error))
         status = Status(available=False, reason=str(error), ffi_api_runtime=runtime)
     else:
-        status = Status(available=True, ffi_api_runtime=runtime)
+        status = _with_cuda(Status(available=True, ffi_api_runtime=runtime), module)
     if module is None:
         return status
     return dataclasses.replace(status, ffi_api_built=module.ffi_api_version(), path=module.__file__)
@@ -118,7 +130,9 @@ def platforms() -> frozenset[str]:
     """The platforms for which native code is registered: "cpu", "cuda" or both."""
     if not current().native:
         return frozenset()
-    return frozenset(name for name, found in (("cpu", load().available),) if found)
+    loaded = load()
+    found = {"cpu": loaded.available, "cuda": loaded.cuda_path is not None}
+    return frozenset(platform for platform, there in found.items() if there)
 
 
 def copy(x: jax.typing.ArrayLike) -> jax.Array:
@@ -214,10 +228,33 @@ def _check_ffi_api(built: Version, runtime: Version | None) -> None:
     )
 
 
-def _register(registrations: Mapping[str, object]) -> None:
+def _with_cuda(status: Status, module: ModuleType) -> Status:
+    """Registers the handlers of the CUDA kernels, which lie beside the module if they were built.
+
+    They are in a library of their own because one that nvcc made knows nothing of Python.
+    """
+    path = pathlib.Path(str(module.__file__)).with_name(_CUDA_LIBRARY)
+    if not path.is_file():
+        reason = (_build_info() or {}).get("cuda_reason") or f"{path} is gone; reinstall jax-ring"
+        return dataclasses.replace(status, cuda_reason=reason)
+    try:
+        library = ctypes.CDLL(str(path))
+        handlers = {
+            name: jax.ffi.pycapsule(getattr(library, symbol))
+            for name, symbol in _CUDA_HANDLERS.items()
+        }
+        _register(handlers, "CUDA")
+    except (OSError, AttributeError, _UnavailableError) as error:
+        reason = f"{path} does not load ({error})"
+        _warn_of_cuda(reason)
+        return dataclasses.replace(status, cuda_reason=reason)
+    return dataclasses.replace(status, cuda_reason="", cuda_path=str(path))
+
+
+def _register(registrations: Mapping[str, object], platform: str) -> None:
     for name, handler in registrations.items():
         try:
-            jax.ffi.register_ffi_target(name, handler, platform="cpu", api_version=_API_VERSION)
+            jax.ffi.register_ffi_target(name, handler, platform=platform, api_version=_API_VERSION)
         except Exception as error:  # Importing jax_ring must not fail on what a jaxlib may raise.
             raise _UnavailableError(f"jaxlib refused its handler {name!r} ({error})") from error
 
@@ -229,6 +266,14 @@ def _warn(reason: str) -> None:
         "source; to leave it out without this warning, set JAX_RING_NATIVE=0.",
         UserWarning,
         stacklevel=4,  # _warn, load, jax_ring/__init__.py, and then who imports jax_ring.
+    )
+
+
+def _warn_of_cuda(reason: str) -> None:
+    warnings.warn(
+        f"jax_ring runs without its CUDA kernels: {reason}. Everything works, through plain JAX.",
+        UserWarning,
+        stacklevel=5,  # _warn_of_cuda, _with_cuda, load, jax_ring/__init__.py, and who imports it.
     )
 
 

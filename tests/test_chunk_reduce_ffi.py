@@ -210,6 +210,21 @@ def check_everything(buffer, other, wire, block, seed=None, factor=1.0):
     assert_bitwise(stored, want_stored)
 
 
+@pytest.mark.parametrize("wire", LOSSY)
+def test_a_sum_may_take_the_place_of_the_accumulator(wire):
+    rows, n, zero = 2, 1003, np.zeros(2, np.int32)
+    buffer = numbers((rows, 1, n))
+    message = encode(numbers((rows, 1, n), seed=1), zero, wire=wire, block=64)
+    how = {"wire": wire, "block": 64}
+    apart = reduce(message, buffer, zero, **how, out=result(rows, n, dtype=np.float32))
+    out = result(rows, 1, n, dtype=np.float32)
+    donated = jax.jit(
+        lambda accumulator: reduce(message, accumulator, zero, **how, out=out, aliases={1: 0}),
+        donate_argnums=0,
+    )
+    assert_bitwise(donated(jnp.asarray(buffer))[:, 0], np.asarray(apart))
+
+
 def numbers(shape, seed=0, dtype="float32") -> np.ndarray:
     """Normally distributed, of sizes that differ by block."""
     rng = np.random.default_rng(seed)
@@ -480,9 +495,13 @@ REDUCE_ERRORS = {
         (MESSAGE, BUFFER, ROW),
         INT8 | {"out": result(1, 10, dtype=np.float32)},
     ),
-    "out has rank 3, but 2 is wanted: .batch, n.": (
+    "out has rank 1, but 3 is wanted: .batch, 1, n. or .batch, n.": (
         (MESSAGE, BUFFER, ROW),
-        INT8 | {"out": result(2, 1, 10, dtype=np.float32)},
+        INT8 | {"out": result(10, dtype=np.float32)},
+    ),
+    "out has chunks 2, but 1 is wanted": (
+        (MESSAGE, BUFFER, ROW),
+        INT8 | {"out": result(2, 2, 10, dtype=np.float32)},
     ),
     "out has dtype S32, but F32 is wanted": (
         (operand(2, 10), BUFFER, ROW),

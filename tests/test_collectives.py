@@ -65,7 +65,7 @@ def test_parameters_are_those_of_the_installed_lax(name):
     strip = functools.partial(map, lambda p: (p.name, p.kind, p.default))
     assert list(strip(ours))[: len(theirs)] == list(strip(theirs))
     extra = ours[len(theirs) :]
-    assert [p.name for p in extra] == ["algorithm", "reduce_dtype"][: len(extra)]
+    assert [p.name for p in extra] == ["algorithm", "reduce_dtype", "wire"]
     assert all(p.kind is p.KEYWORD_ONLY for p in extra)
 
 
@@ -737,7 +737,7 @@ def test_dimensions_out_of_bounds(dimension):
 def test_bad_algorithms():
     schedules = jax_ring.schedules
     cases = [
-        ("tree", ValueError, "algorithm must be one of .*'ring', 'xla'.* got 'tree'"),
+        ("tree", ValueError, "algorithm must be one of .*'ring', 'direct', 'xla'.* got 'tree'"),
         (7, TypeError, "algorithm must be one of .* got 7"),
         (schedules.ring(4), ValueError, "is for 4 ranks, but there are 8 to reduce over"),
         (schedules.ring_all_gather(8), ValueError, "must be a schedule of kind all_reduce"),

@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 import textwrap
+import types
 
 import jax
 import jax.numpy as jnp
@@ -175,10 +176,17 @@ def test_other_platforms_run_through_plain_jax(platform):
 # Loading.
 
 
-def test_handlers_are_registered_as_typed_ones_for_cpu(monkeypatch):
-    calls = []
+@pytest.fixture
+def registered(monkeypatch) -> list[tuple]:
+    """The calls of register_ffi_target, which do nothing."""
+    calls: list[tuple] = []
     monkeypatch.setattr(jax.ffi, "register_ffi_target", lambda *a, **k: calls.append((a, k)))
-    native._register({"one": "capsule 1", "two": "capsule 2"})
+    return calls
+
+
+def test_handlers_are_registered_as_typed_ones(registered):
+    calls = registered
+    native._register({"one": "capsule 1", "two": "capsule 2"}, "cpu")
     assert calls == [
         (("one", "capsule 1"), {"platform": "cpu", "api_version": 1}),
         (("two", "capsule 2"), {"platform": "cpu", "api_version": 1}),
@@ -215,7 +223,7 @@ def test_an_ffi_api_that_does_not_fit_is_named(built_with, runtime):
 @built
 def test_a_module_newer_than_jaxlib_is_left_out_with_one_warning(monkeypatch):
     monkeypatch.setattr(native, "_runtime_ffi_api", lambda: (0, 1))
-    monkeypatch.setattr(native, "_register", lambda _: pytest.fail("registered all the same"))
+    monkeypatch.setattr(native, "_register", lambda *_: pytest.fail("registered all the same"))
     with pytest.warns(UserWarning, match="XLA FFI API 0.3, but jaxlib .* has 0.1;") as warned:
         status = native.load.__wrapped__()
     assert len(warned) == 1
@@ -243,7 +251,46 @@ def test_a_handler_that_jaxlib_refuses_stops_nothing(monkeypatch):
 
     monkeypatch.setattr(jax.ffi, "register_ffi_target", fail)
     with pytest.raises(native._UnavailableError, match=r"refused its handler 'one' \(duplicate\)"):
-        native._register({"one": object()})
+        native._register({"one": object()}, "cpu")
+
+
+# The CUDA kernels.
+
+
+def with_cuda(folder: pathlib.Path) -> native.Status:
+    """The status of a native module in a folder."""
+    module = types.SimpleNamespace(__file__=str(folder / "_native.so"))
+    return native._with_cuda(native.Status(available=True), module)
+
+
+@built
+def test_handlers_of_the_cuda_library_are_registered(registered, tmp_path):
+    source, library = tmp_path / "handlers.cc", tmp_path / "libjax_ring_cuda.so"
+    symbols = native._CUDA_HANDLERS.values()
+    source.write_text("".join(f'extern "C" void {symbol}() {{}}\n' for symbol in symbols))
+    subprocess.run(["c++", "-shared", "-fPIC", "-o", library, source], check=True)
+    status = with_cuda(tmp_path)
+    assert (status.cuda_path, status.cuda_reason) == (str(library), "")
+    assert str(library) in str(status)
+    assert [arguments[0] for arguments, _ in registered] == list(native._CUDA_HANDLERS)
+    assert {how["platform"] for _, how in registered} == {"CUDA"}
+
+
+def test_a_cuda_library_that_does_not_load_stops_nothing(tmp_path):
+    (tmp_path / "libjax_ring_cuda.so").write_text("no library")
+    with pytest.warns(UserWarning, match="without its CUDA kernels: .* does not load") as warned:
+        status = with_cuda(tmp_path)
+    assert len(warned) == 1
+    assert status.available
+    assert status.cuda_path is None
+    assert status.cuda_reason in str(status)
+
+
+def test_why_there_are_no_cuda_kernels(monkeypatch, tmp_path):
+    monkeypatch.setattr(native, "_build_info", lambda: {"cuda_reason": "no working nvcc"})
+    assert with_cuda(tmp_path).cuda_reason == "no working nvcc"
+    monkeypatch.setattr(native, "_build_info", lambda: {"cuda_reason": None})
+    assert "libjax_ring_cuda.so is gone; reinstall" in with_cuda(tmp_path).cuda_reason
 
 
 @pytest.mark.parametrize(
