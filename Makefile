@@ -2,7 +2,9 @@
 #
 #   make demo                  train a small language model on 8 virtual devices
 #   make test                  ruff, mypy --strict, the fast tests and the doctests
-#   make test-slow             the tests that the fast suite leaves out (but for GPUs)
+#   make test-slow             the tests that the fast suite leaves out
+#   make test-aot              tests that compile for GPUs and TPUs that are not there (5 GB)
+#   make sanitize              the C++ tests under sanitizers
 #
 # Another Python or JAX, in an environment of its own:
 #   make test VENV=.venv313 PYTHON=python3.13 JAX_VERSION=0.12.0.1
@@ -20,11 +22,11 @@ PYTEST := $(BIN)/pytest --import-mode=importlib $(PYTEST_ARGS)
 # The built parts come from these; the Python files are used where they lie (editable install).
 BUILT_FROM := pyproject.toml CMakeLists.txt $(wildcard cc/*.* cmake/*)
 # What an environment was made with; a change makes it anew or installs again.
-WANTED := $(PYTHON) | $(JAX_REQUIREMENT) | JAX_RING_NATIVE=$(JAX_RING_NATIVE)
+WANTED := $(PYTHON) | $(JAX_REQUIREMENT) | JAX_RING_NATIVE=$(JAX_RING_NATIVE) JAX_RING_CUDA=$(JAX_RING_CUDA)
 FAST := not slow and not aot and not multiprocess and not gpu
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-fast test-slow sanitize lint format clean FORCE
+.PHONY: help demo test test-fast test-slow test-aot sanitize lint format clean FORCE
 
 help: ## what can be made
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 20
@@ -37,8 +39,11 @@ test: lint test-fast ## ruff, mypy --strict, the fast tests and the doctests
 test-fast: $(VENV)/.installed-test ## the fast tests and the doctests
 	$(PYTEST) -n $(WORKERS) --doctest-modules -m "$(FAST)" jax_ring tests
 
-test-slow: $(VENV)/.installed-test ## every test that test-fast leaves out, but for those that need a GPU
-	$(PYTEST) -m "(slow or aot or multiprocess) and not gpu" tests
+test-slow: $(VENV)/.installed-test ## the tests that test-fast leaves out
+	$(PYTEST) -m "(slow or multiprocess) and not aot and not gpu" tests
+
+test-aot: $(VENV)/.installed-aot ## compile for 8 and 2 x 8 H200 and for 8 TPU v5e, and read the programs
+	$(PYTEST) -m aot tests/aot
 
 sanitize: $(VENV)/.installed-test ## the C++ tests under ASan+UBSan and TSan (needs libgtest-dev)
 	tools/sanitize.sh $(BIN)/python
@@ -63,6 +68,14 @@ $(VENV)/.installed-demo: EXTRAS := examples
 $(VENV)/.installed-test: EXTRAS := examples,test,dev
 $(VENV)/.installed-demo $(VENV)/.installed-test: $(VENV)/.python $(BUILT_FROM)
 	$(PIP) install --quiet --editable '.[$(EXTRAS)]' '$(JAX_REQUIREMENT)'
+	@touch $@
+
+# With the CUDA kernels, by this machine's nvcc or the one that jax[cuda13] brings.
+$(VENV)/.installed-aot: $(VENV)/.python $(BUILT_FROM)
+	$(PIP) install --quiet 'jax[cuda13]' libtpu '$(JAX_REQUIREMENT)'
+	export CUDACXX=$$(command -v nvcc || echo $(abspath $(VENV))/lib/python3*/site-packages/nvidia/cu13/bin/nvcc) && \
+	  JAX_RING_CUDA=1 SKBUILD_CMAKE_DEFINE=JAX_RING_CUDA_ARCHITECTURES=90-real \
+	  $(PIP) install --quiet --editable '.[test]' '$(JAX_REQUIREMENT)'
 	@touch $@
 
 $(VENV)/.python: $(VENV)/.wanted

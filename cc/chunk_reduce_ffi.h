@@ -124,6 +124,9 @@ std::string Names(const std::pair<std::string_view, Value> (&table)[kSize]) {
 class Checker {
  public:
   explicit Checker(const char* target) : target_(target) {}
+  // A call whose row has rank 0 is for one chunk: none of its operands has the batch dimension.
+  Checker(const char* target, ffi::AnyBuffer row)
+      : target_(target), batched_(row.dimensions().size() != 0) {}
 
   bool ok() const { return error_.success(); }
   ffi::Error error() const { return error_; }
@@ -141,14 +144,23 @@ class Checker {
   // `shape` tells people what the dimensions are.
   void Rank(const char* name, ffi::AnyBuffer buffer, std::size_t wanted, const char* shape) {
     const std::size_t rank = buffer.dimensions().size();
-    if (rank != wanted) Fail(name, " has rank ", rank, ", but ", wanted, " is wanted: ", shape);
+    if (!batched_) --wanted;
+    if (rank == wanted) return;
+    Fail(name, " has rank ", rank, ", but ", wanted, " is wanted: ", shape,
+         batched_ ? "" : " without batch, as row has rank 0");
+  }
+
+  // The size of an axis of the batched form. Call it for axes that Rank has found to be there.
+  std::int64_t Size(ffi::AnyBuffer buffer, std::size_t axis) const {
+    if (batched_) return buffer.dimensions()[axis];
+    return axis == 0 ? 1 : buffer.dimensions()[axis - 1];
   }
 
   // Call it for axes that Rank has found to be there.
   void Dimension(const char* name, ffi::AnyBuffer buffer, std::size_t axis, const char* axis_name,
                  std::int64_t wanted) {
     if (!ok()) return;
-    const std::int64_t size = buffer.dimensions()[axis];
+    const std::int64_t size = Size(buffer, axis);
     if (size != wanted) Fail(name, " has ", axis_name, " ", size, ", but ", wanted, " is wanted");
   }
 
@@ -197,7 +209,7 @@ class Checker {
            "wanted");
     }
     if (!ok()) return {};
-    return {wire, *type, buffer.dimensions()[2], block};
+    return {wire, *type, Size(buffer, 2), block};
   }
 
   // Checks the indices [batch] for a buffer that FormatOf has found to be one.
@@ -206,9 +218,8 @@ class Checker {
     Rank("row", row, 1, "[batch]");
     Dimension("row", row, 0, "batch", batch);
     if (!ok()) return {};
-    const auto dimensions = buffer.dimensions();
-    return {static_cast<const std::int32_t*>(row.untyped_data()), batch, dimensions[1],
-            dimensions[0] != batch};
+    return {static_cast<const std::int32_t*>(row.untyped_data()), batch, Size(buffer, 1),
+            Size(buffer, 0) != batch};
   }
 
   const Seed* Seeds(const ffi::RemainingArgs& rest, Wire wire, std::int64_t batch) {
@@ -233,7 +244,7 @@ class Checker {
 
   // Checks sums: [batch, 1, n], the shape of a buffer whose place they can take, or [batch, n].
   void Sums(const char* name, ffi::AnyBuffer sums, std::int64_t batch, std::int64_t n) {
-    const std::size_t rank = sums.dimensions().size() == 2 ? 2 : 3;
+    const std::size_t rank = sums.dimensions().size() == (batched_ ? 2 : 1) ? 2 : 3;
     Rank(name, sums, rank, "[batch, 1, n] or [batch, n]");
     Dimension(name, sums, 0, "batch", batch);
     if (rank == 3) Dimension(name, sums, 1, "chunks", 1);
@@ -248,7 +259,7 @@ class Checker {
     Rank(name, messages, 2, "[batch, elements of a message]");
     Dimension(name, messages, 0, "batch", batch);
     if (!ok()) return;
-    const std::int64_t size = messages.dimensions()[1];
+    const std::int64_t size = Size(messages, 1);
     const std::int64_t wanted = MessageSize(format.wire, format.n, format.block);
     if (size == wanted) return;
     const std::string blocks =
@@ -259,6 +270,7 @@ class Checker {
 
  private:
   const char* target_;
+  bool batched_ = true;
   ffi::Error error_;
 };
 
@@ -267,11 +279,11 @@ inline ffi::ErrorOr<EncodeCall> CheckEncode(ffi::AnyBuffer buffer, ffi::AnyBuffe
                                             ffi::Result<ffi::AnyBuffer> message,
                                             std::string_view wire, std::int64_t block,
                                             float factor) {
-  Checker check("jax_ring_chunk_encode");
+  Checker check("jax_ring_chunk_encode", row);
   EncodeCall call = {};
   call.format = check.FormatOf(buffer, wire, block);
   check.Factor(call.format.wire, factor);
-  const std::int64_t batch = check.ok() ? buffer.dimensions()[0] : 0;
+  const std::int64_t batch = check.ok() ? check.Size(buffer, 0) : 0;
   call.rows = check.RowsOf(row, buffer, batch);
   call.seeds = check.Seeds(rest, call.format.wire, batch);
   check.Messages("message", *message, call.format, batch);
@@ -286,15 +298,16 @@ inline ffi::ErrorOr<ReduceCall> CheckReduce(ffi::AnyBuffer received, ffi::AnyBuf
                                             ffi::AnyBuffer row, ffi::RemainingArgs rest,
                                             ffi::Result<ffi::AnyBuffer> out, std::string_view wire,
                                             std::int64_t block, std::string_view op, float factor) {
-  Checker check("jax_ring_chunk_reduce");
+  Checker check("jax_ring_chunk_reduce", row);
   ReduceCall call = {};
   call.format = check.FormatOf(buffer, wire, block);
   call.op = check.OpNamed(op, call.format.wire);
   check.Factor(call.format.wire, factor);
   check.Rank("received", received, 2, "[batch, elements of a message]");
-  const std::int64_t batch = check.ok() ? received.dimensions()[0] : 0;
-  if (check.ok() && buffer.dimensions()[0] != batch && buffer.dimensions()[0] != 1) {
-    check.Fail("buffer has batch ", buffer.dimensions()[0], ", but received has ", batch,
+  const std::int64_t batch = check.ok() ? check.Size(received, 0) : 0;
+  const std::int64_t buffers = check.ok() ? check.Size(buffer, 0) : batch;
+  if (buffers != batch && buffers != 1) {
+    check.Fail("buffer has batch ", buffers, ", but received has ", batch,
                ", and that or 1 is wanted");
   }
   call.rows = check.RowsOf(row, buffer, batch);
@@ -323,10 +336,10 @@ inline ffi::ErrorOr<ReduceCall> CheckReduce(ffi::AnyBuffer received, ffi::AnyBuf
 inline ffi::ErrorOr<DecodeCall> CheckDecode(ffi::AnyBuffer message, ffi::AnyBuffer buffer,
                                             ffi::AnyBuffer row, ffi::Result<ffi::AnyBuffer> out,
                                             std::string_view wire, std::int64_t block) {
-  Checker check("jax_ring_chunk_decode");
+  Checker check("jax_ring_chunk_decode", row);
   DecodeCall call = {};
   call.format = check.FormatOf(buffer, wire, block);
-  const std::int64_t batch = check.ok() ? buffer.dimensions()[0] : 0;
+  const std::int64_t batch = check.ok() ? check.Size(buffer, 0) : 0;
   call.rows = check.RowsOf(row, buffer, batch);
   check.Messages("message", message, call.format, batch);
   check.Type("out", *out, buffer.element_type());

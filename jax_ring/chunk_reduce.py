@@ -147,9 +147,9 @@ class Codec:
 
     def _bind(self, primitive: Any, operands: Any, seed: Array | None, **params: Any) -> Array:
         """Calls a primitive for a batch of one."""
-        batched = [operand[None] for operand in operands]
+        batched = [_batch_of_one(operand) for operand in operands]
         if seed is not None:
-            batched.append(seed[None])
+            batched.append(_batch_of_one(seed))
         result: Array = primitive.bind(*batched, wire=self.wire, reducer=self.reducer, **params)
         return result
 
@@ -163,6 +163,10 @@ _IDENTITY_DTYPES = {
     *("float64", "float32", "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2"),
     *("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"),
 }
+
+
+def _batch_of_one(x: Array) -> Array:
+    return lax.reshape(x, (1, *x.shape))
 
 
 def _row(buffer: Array, row: Array) -> Array:
@@ -290,9 +294,18 @@ def _attributes(wire_format: WireFormat | None) -> dict[str, Any]:
 
 
 def _call(target: str, result: Any, aliases: dict[int, int], *operands: Array, **kw: Any) -> Array:
-    out = _compat.varying_struct(*result, *map(jax.typeof, operands))
+    """Makes the custom call: for a batch of one without the batch's dimension.
+
+    That cancels the reshape of `_batch_of_one`, which next to an operand whose place the result
+    takes would be a copy of it.
+    """
+    shape, dtype = result
+    single = all(operand.shape[0] == 1 for operand in operands)
+    if single:
+        operands = tuple(lax.reshape(operand, operand.shape[1:]) for operand in operands)
+    out = _compat.varying_struct(shape[single:], dtype, *map(jax.typeof, operands))
     called: Array = jax.ffi.ffi_call(target, out, input_output_aliases=aliases)(*operands, **kw)
-    return called
+    return _batch_of_one(called) if single else called
 
 
 def _encode_call(*operands: Array, wire: Any, factor: float, reducer: str) -> Array:

@@ -445,7 +445,7 @@ class _Wired(_Execution):
         ]
 
     def outgoing(self, segment: Segment, t: Array | int, buffer: Array, held: Any) -> Any:
-        """A message, with a leading dimension of chunks."""
+        """The messages of this step's chunks, as `_stacked` has them."""
         if held is not None and held.message is not None:
             return held.message
         rows = self.indices(segment.first.send, t, segment.advance)
@@ -476,7 +476,7 @@ class _Wired(_Execution):
                 # contribution as it is.
                 own = self.codec.encode(local, at, self.draw(segment, t, 2 * i))
                 local, at = self.codec.value(own, local.shape[-1])[None], jnp.int32(0)
-            received = jax.tree.map(lambda part, i=i: part[i], arrived)
+            received = _message(arrived, i, len(rows))
             seed = self.draw(segment, t, 2 * i + 1)
             results.append(self._sum(received, local, at, row, seed, traits.finishes, encodes))
         return Sealed(message=_stacked(results)) if encodes else Sealed(value=jnp.stack(results))
@@ -526,8 +526,7 @@ class _Wired(_Execution):
         before = buffer
         for i, row in enumerate(rows):
             if held.message is not None:
-                message = jax.tree.map(lambda part, i=i: part[i], held.message)
-                buffer = self.codec.decode(message, buffer, row)
+                buffer = self.codec.decode(_message(held.message, i, len(rows)), buffer, row)
             else:
                 value = rounded(held.value[i], buffer.dtype)
                 buffer = lax.dynamic_update_index_in_dim(buffer, value, row, 0)
@@ -539,7 +538,15 @@ class _Wired(_Execution):
 
 
 def _stacked(messages: list[Message]) -> Message:
+    """Messages with a leading dimension; a single one without, so that no copy is made of it."""
+    if len(messages) == 1:
+        return messages[0]
     return jax.tree.map(lambda *parts: jnp.stack(parts), *messages)
+
+
+def _message(stacked: Message, i: int, count: int) -> Message:
+    """One of `count` messages."""
+    return stacked if count == 1 else jax.tree.map(lambda part: part[i], stacked)
 
 
 def all_reduce(
@@ -734,7 +741,7 @@ def _gathered_messages(schedule: Schedule, sums: Array, run: _Wired, unroll: int
     codec = run.codec
     last = dataclasses.replace(run.plan.segments[-1], start=len(run.schedule.steps))
     parts = [codec.encode(sums, jnp.int32(j), run.draw(last, 0, 2 * j)) for j in range(chunks)]
-    messages, tree = jax.tree.flatten(_stacked(parts))
+    messages, tree = jax.tree.flatten(jax.tree.map(lambda *rows: jnp.stack(rows), *parts))
     gathered = []
     for message in messages:
         copies = _Plain(schedule, run.comm, None, 0, 1, message.dtype, run.label)
@@ -820,6 +827,6 @@ def wired_all_gather(
         return rounded(codec.value(messages, chunk.shape[-1]), chunk.dtype)
     run = _Wired(schedule, comm, codec, label)
     buffer = _blank(chunk[None], 0, schedule.ranks)
-    held = Sealed(message=_stacked([message]))
+    held = Sealed(message=message)
     own = run.indices(own_chunks(schedule), 0, 0)[0]
     return codec.decode(message, run.run(buffer, held, unroll)[0], own)

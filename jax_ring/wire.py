@@ -179,6 +179,15 @@ def _from_small_float_bits(bits: Array, kind: _Float) -> Array:
     return _as_float(sign | jnp.where(magnitude >> kind.mantissa == 0, subnormal, normal))
 
 
+def _from_bits_with_infinity(bits: Array, kind: _Float) -> Array:
+    """The same for a format whose largest exponent is for infinities and NaNs."""
+    magnitude = bits.astype(jnp.uint32) & ((1 << (kind.bits - 1)) - 1)
+    sign = (bits.astype(jnp.uint32) >> (kind.bits - 1)) << 31
+    special = sign | 0x7F800000 | (magnitude << (23 - kind.mantissa))
+    value = _from_small_float_bits(bits, kind)
+    return jnp.where(magnitude < 0x1F << kind.mantissa, value, _as_float(special))
+
+
 # --- formats --------------------------------------------------------------------------------------
 
 
@@ -220,10 +229,7 @@ class Cast:
         del n
         if self.name == "bfloat16":
             return _from_bfloat16_bits(message)
-        value = _from_small_float_bits(message, _FLOATS["float16"])
-        bits = message.astype(jnp.uint32)
-        special = ((bits >> 15) << 31) | 0x7F800000 | ((bits & 0x3FF) << 13)
-        return jnp.where((bits & 0x7C00) == 0x7C00, _as_float(special), value)
+        return _from_bits_with_infinity(message, _FLOATS["float16"])
 
     def nbytes(self, n: int) -> int:
         """2 n."""
@@ -330,7 +336,12 @@ class Blocks:
         """The values, one to a byte, [..., blocks, block], and the bits of the scales."""
         blocks = self._in_blocks(values, values.shape[-1])
         scale, inverse, finite = self._scales(blocks)
-        quotient = jnp.where(finite[..., None], blocks * inverse[..., None], 0.0)
+        kept = finite[..., None]
+        if seed is not None:
+            # Where subnormals are not flushed the floor of the scale hides them from rounding to
+            # the nearest only.
+            kept &= (_float_bits(blocks) & 0x7FFFFFFF) >= 0x00800000
+        quotient = jnp.where(kept, blocks * inverse[..., None], 0.0)
         if self._integral:
             return self._integers(quotient, seed), scale
         kind = _FLOATS[self.element]
@@ -398,8 +409,11 @@ class Blocks:
 
     def _decoded(self, codes: Array) -> Array:
         """Values in uint8 as float32, without their scale."""
-        if not self._integral:
-            return _from_small_float_bits(codes, _FLOATS[self.element])
+        if self.element == "float8_e4m3fn":
+            value = _from_small_float_bits(codes, _FLOATS[self.element])
+            return jnp.where(codes & 0x7F == 0x7F, jnp.float32(jnp.nan), value)
+        if self.element == "float8_e5m2":
+            return _from_bits_with_infinity(codes, _FLOATS[self.element])
         signed = lax.bitcast_convert_type(codes, jnp.int8)
         if self._bits == 4:
             signed = signed >> 4

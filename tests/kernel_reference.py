@@ -1,7 +1,8 @@
-"""What the chunk kernels are to give, in NumPy and ml_dtypes, for processors that keep subnormals.
+"""What the chunk kernels are to give, in NumPy and ml_dtypes.
 
 It shares nothing with the implementations: integers and small floats are rounded by NumPy and
-ml_dtypes, sums are taken in float64 where that is exact enough to be rounded once.
+ml_dtypes. The formats are the same on all processors; only sums and products of float32s differ,
+by whether subnormals are taken for zeros (`flush`), as XLA:CPU has it.
 """
 
 import ml_dtypes
@@ -20,6 +21,7 @@ _VALUES = {
     "float8_e4m3fn": (np.dtype(ml_dtypes.float8_e4m3fn), 448.0, 2.0**-116),
     "float8_e5m2": (np.dtype(ml_dtypes.float8_e5m2), 57344.0, 2.0**-109),
 }
+_LEAST_NORMAL = np.float32(2.0**-126)
 _CASTS = {"bfloat16": np.dtype(ml_dtypes.bfloat16), "float16": np.dtype(np.float16)}
 
 
@@ -30,7 +32,7 @@ def message_dtype(wire: str) -> np.dtype:
 
 
 def message_size(wire: str, n: int, block: int) -> int:
-    if wire in _CASTS:
+    if wire not in BLOCK_WIRES:
         return n
     values = -(-n // 2) if wire == "int4" else n
     return values + values % 2 + 2 * -(-n // block)
@@ -58,7 +60,8 @@ def encoded(wire: str, x: np.ndarray, block: int, seed: np.ndarray | None = None
     else:
         index = np.arange(blocks.size, dtype=np.uint64).reshape(blocks.shape)[finite]
         draw = _mixed((_mixed((index + seed[0]) % 2**32) + seed[1]) % 2**32) >> 17
-        normal = np.where(np.abs(blocks[finite]) < np.float32(2.0**-126), np.float32(0), y)
+        # Of subnormals, on all processors, as of zeros.
+        normal = np.where(np.abs(blocks[finite]) < _LEAST_NORMAL, np.float32(0), y)
         up = np.floor((np.rint(normal.astype(np.float64) * 2**15) + draw) / 2**15)
         rounded = np.clip(up, -largest, largest).astype(np.int8)
     codes[finite] = rounded.view(np.uint8)
@@ -88,9 +91,18 @@ def decoded(wire: str, message: np.ndarray, n: int, block: int) -> np.ndarray:
 
 
 @np.errstate(all="ignore")
-def summed(decoded: np.ndarray, local: np.ndarray, factor: float) -> np.ndarray:
+def summed(
+    decoded: np.ndarray, local: np.ndarray, factor: float, *, flush: bool = False
+) -> np.ndarray:
     """One rounding for the sum, one for the product."""
-    return (decoded + local.astype(np.float32)) * np.float32(factor)
+    total = _kept(decoded, flush) + _kept(local.astype(np.float32), flush)
+    return scaled(_kept(total, flush), factor, flush=flush)
+
+
+@np.errstate(all="ignore")
+def scaled(x: np.ndarray, factor: float, *, flush: bool = False) -> np.ndarray:
+    """float32s times a factor; one of 1 is left out."""
+    return x if factor == 1 else _kept(_kept(x, flush) * np.float32(factor), flush)
 
 
 @np.errstate(all="ignore")
@@ -120,6 +132,11 @@ def assert_bitwise(got: object, want: np.ndarray, wire: str = "") -> None:
         got, want = got[~nan], want[~nan]
     bits = np.dtype(f"u{got.dtype.itemsize}")
     np.testing.assert_array_equal(got.view(bits), want.view(bits))
+
+
+def _kept(x: np.ndarray, flush: bool) -> np.ndarray:
+    """What a processor has of float32s that it reads or writes."""
+    return np.where(np.abs(x) < _LEAST_NORMAL, np.copysign(np.float32(0), x), x) if flush else x
 
 
 def _rounded_up(x: np.ndarray) -> np.ndarray:

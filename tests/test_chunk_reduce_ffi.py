@@ -1,140 +1,31 @@
-"""The handlers of the chunk kernels, called directly, against NumPy and ml_dtypes."""
+"""The handlers of the chunk kernels, called directly, against tests/kernel_reference.py."""
 
 import functools
 
 import jax
 import jax.numpy as jnp
-import ml_dtypes
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from kernel_reference import (
+    FLOATS,
+    INTEGERS,
+    LOSSY_WIRES,
+    OPS,
+    assert_bitwise,
+    combined,
+    decoded,
+    encoded,
+    message_dtype,
+    message_size,
+    scaled,
+    summed,
+)
 
 from jax_ring import native
 
 pytestmark = pytest.mark.skipif(not native.status().available, reason=str(native.status()))
-
-BLOCK_WIRES = ["int8", "int4", "float8_e4m3fn", "float8_e5m2"]
-LOSSY = ["bfloat16", "float16", *BLOCK_WIRES]
-FLOATS = ["float32", "float64", "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2"]
-INTEGERS = [f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)]
-
-# The format in NumPy: the value types, their largest values, and the least scales.
-VALUE_TYPES = {
-    "int8": (np.int8, 127.0, 2.0**-125),
-    "int4": (np.int8, 7.0, 2.0**-125),
-    "float8_e4m3fn": (ml_dtypes.float8_e4m3fn, 448.0, 2.0**-116),
-    "float8_e5m2": (ml_dtypes.float8_e5m2, 57344.0, 2.0**-109),
-}
-MESSAGE_TYPES = {
-    **dict.fromkeys(["bfloat16", "float16"], np.dtype(np.uint16)),
-    **dict.fromkeys(["int4", "float8_e4m3fn", "float8_e5m2"], np.dtype(np.uint8)),
-    "int8": np.dtype(np.int8),
-}
-
-
-def message_size(wire: str, n: int, block: int) -> int:
-    if wire not in BLOCK_WIRES:
-        return n
-    values = (n + 1) // 2 if wire == "int4" else n
-    return values + values % 2 + 2 * -(-n // block)
-
-
-def flushed(x: np.ndarray) -> np.ndarray:
-    """As XLA:CPU has its processor read and write subnormals."""
-    return np.where(np.abs(x) < np.float32(2.0**-126), np.copysign(np.float32(0), x), x)
-
-
-def rounded_up(x: np.ndarray) -> np.ndarray:
-    """The least bfloat16 that is no less, as float32."""
-    bits = x.view(np.uint32).astype(np.uint64)
-    return (-(-bits // 65536) * 65536).astype(np.uint32).view(np.float32)
-
-
-def mixed(h: np.ndarray) -> np.ndarray:
-    for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B)):
-        h = (h ^ (h >> shift)) * factor % 2**32
-    return h ^ (h >> 16)
-
-
-def integers(y: np.ndarray, largest: float, seed: np.ndarray | None, first: int) -> np.ndarray:
-    if seed is None:
-        q = np.rint(y)
-    else:
-        index = np.arange(first, first + y.size, dtype=np.uint64)
-        draw = mixed((mixed((index + seed[0]) % 2**32) + seed[1]) % 2**32) >> 17
-        q = np.floor((np.rint(y.astype(np.float64) * 2**15) + draw) / 2**15)
-    return np.clip(q, -largest, largest).astype(np.int8)
-
-
-@np.errstate(all="ignore")
-def encoded_block(wire: str, x: np.ndarray, seed: np.ndarray | None, first: int):
-    """The bytes of a block's values (int4: a byte each) and the bits of its scale."""
-    dtype, largest, floor = VALUE_TYPES[wire]
-    if not np.isfinite(x).all():
-        return np.zeros(x.size, np.uint8), np.uint16(0x7FC0)
-    scale = rounded_up(np.abs(x).max(keepdims=True) * np.float32(1 / largest))
-    scale = np.maximum(scale, np.float32(floor))
-    y = flushed(x) * (np.float32(1) / scale)
-    if dtype is np.int8:
-        codes = integers(y, largest, seed, first)
-    else:
-        codes = np.clip(y, -largest, largest).astype(dtype)
-    return codes.view(np.uint8), scale.view(np.uint32)[0] >> 16
-
-
-@np.errstate(all="ignore")
-def encoded(wire: str, x: np.ndarray, block: int, seed: np.ndarray | None = None) -> np.ndarray:
-    if wire == "bfloat16":
-        return x.astype(ml_dtypes.bfloat16).view(np.uint16)
-    if wire == "float16":
-        return x.astype(np.float16).view(np.uint16)
-    blocks = [encoded_block(wire, x[i : i + block], seed, i) for i in range(0, x.size, block)]
-    codes = np.concatenate([codes for codes, _ in blocks])
-    if wire == "int4":
-        codes = np.append(codes, np.zeros(codes.size % 2, np.uint8))
-        codes = (codes[0::2] & 15) | (codes[1::2] << 4)
-    codes = np.append(codes, np.zeros(codes.size % 2, np.uint8))
-    scales = np.array([scale for _, scale in blocks], "<u2").view(np.uint8)
-    return np.append(codes, scales).view(MESSAGE_TYPES[wire])
-
-
-@np.errstate(all="ignore")
-def decoded(wire: str, message: np.ndarray, n: int, block: int) -> np.ndarray:
-    if wire == "bfloat16":
-        return message.view(ml_dtypes.bfloat16).astype(np.float32)
-    if wire == "float16":
-        return message.view(np.float16).astype(np.float32)
-    message = message.view(np.uint8)
-    blocks = -(-n // block)
-    scales = message[message.size - 2 * blocks :].copy().view("<u2").astype(np.uint32) << 16
-    if wire == "int4":
-        nibbles = np.stack([message & 15, message >> 4], -1).ravel()[:n].astype(np.int8)
-        values = np.where(nibbles > 7, nibbles - 16, nibbles).astype(np.float32)
-    else:
-        values = message[:n].view(VALUE_TYPES[wire][0]).astype(np.float32)
-    return values * scales.view(np.float32)[np.arange(n) // block]
-
-
-@np.errstate(all="ignore")
-def summed(decoded: np.ndarray, local: np.ndarray, factor: float) -> np.ndarray:
-    total = flushed(flushed(decoded) + flushed(local))
-    return total if factor == 1 else flushed(total * np.float32(factor))
-
-
-def assert_bitwise(got: jax.Array, want: np.ndarray, wire: str = "") -> None:
-    """Equal bits, where NaNs are all alike; messages of 16-bit floats are read as such."""
-    got = np.asarray(got)
-    assert got.dtype == want.dtype
-    assert got.shape == want.shape
-    if wire in ("bfloat16", "float16"):
-        got, want = got.view(wire), want.view(wire)
-    if got.dtype.kind in "fV":  # V: those of ml_dtypes.
-        nan = np.isnan(want)
-        np.testing.assert_array_equal(np.isnan(got), nan)
-        got, want = got[~nan], want[~nan]
-    bits = np.dtype(f"u{got.dtype.itemsize}")
-    np.testing.assert_array_equal(got.view(bits), want.view(bits))
 
 
 def attributes(wire: str, block: int = 0, **others) -> dict:
@@ -148,7 +39,7 @@ def attributes(wire: str, block: int = 0, **others) -> dict:
 
 def encode(buffer, row, *seed, wire, block=0, factor=1.0, message=None, aliases=None):
     if message is None:
-        dtype = MESSAGE_TYPES.get(wire, buffer.dtype)
+        dtype = buffer.dtype if wire == "identity" else message_dtype(wire)
         size = message_size(wire, buffer.shape[-1], block)
         message = jax.ShapeDtypeStruct((buffer.shape[0], size), dtype)
     call = jax.ffi.ffi_call("jax_ring_chunk_encode", message, input_output_aliases=aliases)
@@ -196,21 +87,19 @@ def check_everything(buffer, other, wire, block, seed=None, factor=1.0):
     want_stored = other.copy()
     for i in range(batch):
         seed_i = None if seed is None else seed[i]
-        x = other[i, other_row[i]].astype(np.float32)
-        if factor != 1:
-            x = flushed(flushed(x) * np.float32(factor))
+        x = scaled(other[i, other_row[i]].astype(np.float32), factor, flush=True)
         want = encoded(wire, x, block, seed_i)
         assert_bitwise(message[i], want, wire)
         value = decoded(wire, want, n, block)
-        local = buffer[i if buffer.shape[0] > 1 else 0, row[i]].astype(np.float32)
-        total = summed(value, local, factor)
+        local = buffer[i if buffer.shape[0] > 1 else 0, row[i]]
+        total = summed(value, local, factor, flush=True)
         assert_bitwise(values[i], total)
         assert_bitwise(again[i], encoded(wire, total, block, seed_i), wire)
         want_stored[i, other_row[i]] = value.astype(other.dtype)
     assert_bitwise(stored, want_stored)
 
 
-@pytest.mark.parametrize("wire", LOSSY)
+@pytest.mark.parametrize("wire", LOSSY_WIRES)
 def test_a_sum_may_take_the_place_of_the_accumulator(wire):
     rows, n, zero = 2, 1003, np.zeros(2, np.int32)
     buffer = numbers((rows, 1, n))
@@ -235,7 +124,7 @@ def numbers(shape, seed=0, dtype="float32") -> np.ndarray:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("wire", LOSSY)
+@pytest.mark.parametrize("wire", LOSSY_WIRES)
 def test_all_targets_of_a_lossy_wire(wire, dtype):
     for n, block in [(1, 2), (67, 16), (515, 256), (2051, 1 << 40), (3101, 1030)]:
         check_everything(
@@ -243,7 +132,7 @@ def test_all_targets_of_a_lossy_wire(wire, dtype):
         )
 
 
-@pytest.mark.parametrize("wire", LOSSY)
+@pytest.mark.parametrize("wire", LOSSY_WIRES)
 def test_one_buffer_serves_the_whole_batch(wire):
     check_everything(numbers((1, 2, 300)), numbers((3, 2, 300), 1), wire, 64)
 
@@ -257,7 +146,7 @@ def test_stochastic_rounding(wire, dtype):
     )
 
 
-@pytest.mark.parametrize("wire", LOSSY)
+@pytest.mark.parametrize("wire", LOSSY_WIRES)
 def test_special_values(wire):
     # A block of each, and one of them all; the buffer has them at other places.
     tiny, huge = np.float32(1e-40), np.finfo(np.float32).max
@@ -297,33 +186,23 @@ def test_identity(dtype):
         @jax.jit
         def run(a, b):
             message = encode(a, row, wire="identity")
-            ops = [reduce(message, b, row, wire="identity", op=op) for op in NUMPY_OPS]
+            ops = [reduce(message, b, row, wire="identity", op=op) for op in OPS]
             return message, ops, decode(message, b, row, wire="identity")
 
         message, results, stored = run(a, b)
         chunk, local = a[np.arange(2), row], b[np.arange(2), row]
         assert_bitwise(message, chunk)
-        for got, op in zip(results, NUMPY_OPS.values(), strict=True):
-            with np.errstate(all="ignore"):
-                assert_bitwise(got, in_float32_if_narrow(op, chunk, local))
+        for got, op in zip(results, OPS, strict=True):
+            assert_bitwise(got, combined(op, chunk, local))
         want = b.copy()
         want[np.arange(2), row] = chunk
         assert_bitwise(stored, want)
 
 
-NUMPY_OPS = {"sum": np.add, "max": np.maximum, "min": np.minimum, "prod": np.multiply}
-
-
-def in_float32_if_narrow(op, a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    if a.dtype in INTEGERS or a.dtype.itemsize > 2:
-        return op(a, b)
-    return op(a.astype(np.float32), b.astype(np.float32)).astype(a.dtype)
-
-
 # In place.
 
 
-@pytest.mark.parametrize("wire", ["identity", *LOSSY])
+@pytest.mark.parametrize("wire", ["identity", *LOSSY_WIRES])
 def test_results_in_place_of_their_operands(wire):
     n, block = 1031, 256
     buffer, other = numbers((2, 2, n)), numbers((2, 2, n), 1)
@@ -356,7 +235,7 @@ def test_results_in_place_of_their_operands(wire):
 # Sizes.
 
 
-@pytest.mark.parametrize("wire", ["identity", *LOSSY])
+@pytest.mark.parametrize("wire", ["identity", *LOSSY_WIRES])
 @pytest.mark.parametrize("shape", [(0, 2, 5), (2, 2, 0), (0, 0, 0), (2, 0, 0)])
 def test_nothing_to_do(wire, shape):
     # No index of a chunk is looked at, where there is nothing.
@@ -370,7 +249,7 @@ def test_nothing_to_do(wire, shape):
 
 @settings(max_examples=10, deadline=None)
 @given(
-    wire=st.sampled_from(LOSSY),
+    wire=st.sampled_from(LOSSY_WIRES),
     n=st.integers(1, 700),
     block=st.integers(1, 400),
     seed=st.integers(0, 2**32 - 1),

@@ -1,7 +1,6 @@
 """The custom calls of the chunk kernels, made directly."""
 
 import functools
-from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -9,48 +8,43 @@ import jax.numpy as jnp
 import numpy as np
 from kernel_reference import message_dtype, message_size
 
-NO_ALIASES: Mapping[int, int] = {}
+
+@functools.cache
+def _compiled(name: str, result: Any, in_place_of: int | None, attributes: Any) -> Any:
+    """A program of one call, whose result takes the place of an operand, which is donated."""
+    aliases = {} if in_place_of is None else {in_place_of: 0}
+    call = jax.ffi.ffi_call(name, result, input_output_aliases=aliases)
+    return jax.jit(functools.partial(call, **dict(attributes)), donate_argnums=tuple(aliases))
 
 
-def _call(name, result, aliases, *operands, **attributes) -> jax.Array:
-    call = jax.ffi.ffi_call(name, result, input_output_aliases=dict(aliases))
-    return jax.jit(functools.partial(call, **attributes))(*operands)
-
-
-def _attributes(wire: str, block: int, **others: Any) -> dict[str, Any]:
-    return {"wire": wire, "block": np.int64(block), **others}
-
-
-def message(wire: str, block: int, batch: int, n: int) -> jax.ShapeDtypeStruct:
-    """The type of a lossy wire's messages."""
-    return jax.ShapeDtypeStruct((batch, message_size(wire, n, block)), message_dtype(wire))
+def _call(name: str, result: Any, in_place_of: int | None, *operands: Any, **attributes: Any):
+    return _compiled(name, result, in_place_of, tuple(attributes.items()))(*operands)
 
 
 def encode(buffer, row, *seed, wire, block=0, factor=1.0) -> jax.Array:
     batch, _, n = buffer.shape
-    if wire == "identity":
-        result = jax.ShapeDtypeStruct((batch, n), buffer.dtype)
-    else:
-        result = message(wire, block, batch, n)
-    attributes = _attributes(wire, block, factor=np.float32(factor))
-    return _call("jax_ring_chunk_encode", result, NO_ALIASES, buffer, row, *seed, **attributes)
+    dtype = buffer.dtype if wire == "identity" else message_dtype(wire)
+    result = jax.ShapeDtypeStruct((batch, message_size(wire, n, block)), dtype)
+    attributes = {"wire": wire, "block": np.int64(block), "factor": np.float32(factor)}
+    return _call("jax_ring_chunk_encode", result, None, buffer, row, *seed, **attributes)
 
 
 def reduce(
     received, buffer, row, *seed, wire, block=0, op="sum", factor=1.0, value=False, in_place=False
 ) -> jax.Array:
+    """In place of what was received; or, where the result is a value, of the accumulator."""
     result = jax.ShapeDtypeStruct(received.shape, received.dtype)
     if value:
-        result = jax.ShapeDtypeStruct((received.shape[0], buffer.shape[-1]), jnp.float32)
-    aliases = {0: 0} if in_place else NO_ALIASES
-    attributes = _attributes(wire, block, op=op, factor=np.float32(factor))
+        shape = (received.shape[0], 1, buffer.shape[-1])
+        result = jax.ShapeDtypeStruct(shape, jnp.float32)
+    place = int(value) if in_place else None
+    attributes = {"wire": wire, "block": np.int64(block), "factor": np.float32(factor), "op": op}
     operands = (received, buffer, row, *seed)
-    return _call("jax_ring_chunk_reduce", result, aliases, *operands, **attributes)
+    return _call("jax_ring_chunk_reduce", result, place, *operands, **attributes)
 
 
 def decode(message, buffer, row, *, wire, block=0, in_place=False) -> jax.Array:
     result = jax.ShapeDtypeStruct(buffer.shape, buffer.dtype)
-    aliases = {1: 0} if in_place else NO_ALIASES
-    attributes = _attributes(wire, block)
-    operands = (message, buffer, row)
-    return _call("jax_ring_chunk_decode", result, aliases, *operands, **attributes)
+    place = 1 if in_place else None
+    attributes = {"wire": wire, "block": np.int64(block)}
+    return _call("jax_ring_chunk_decode", result, place, message, buffer, row, **attributes)

@@ -3,6 +3,8 @@
 Rows of a batch lie end to end, so that with an odd number of elements most of them are misaligned.
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import kernel_reference as reference
@@ -98,14 +100,13 @@ def check_lossy(rng, wire, dtype, n, block, *, seed=None, factor=1.0, shared=Fal
 
     want_stored = other.copy()
     for i in range(3):
-        x = other[i, other_row[i]].astype(np.float32)
-        x = x * np.float32(factor) if factor != 1.0 else x
-        seed_i = None if seed is None else seed[i].astype(np.uint64)
+        x = reference.scaled(other[i, other_row[i]].astype(np.float32), factor)
+        seed_i = None if seed is None else seed[i]
         want = reference.encoded(wire, x, block, seed_i)
         reference.assert_bitwise(messages[i], want, wire)
         local = buffer[0 if shared else i, row[i]]
         total = reference.summed(reference.decoded(wire, want, n, block), local, factor)
-        reference.assert_bitwise(value[i], total)
+        reference.assert_bitwise(value[i, 0], total)
         want_result = reference.encoded(wire, total, block, seed_i)
         reference.assert_bitwise(result[i], want_result, wire)
         reference.assert_bitwise(in_place[i], want_result, wire)
@@ -161,10 +162,38 @@ def test_rows_outside_are_the_nearest(rng):
     reference.assert_bitwise(got, buffer[np.arange(4), [0, 2, 2, 0]])
 
 
-@pytest.mark.parametrize("shape", [(0, 2, 5), (2, 2, 0)])
-def test_nothing_to_do(shape):
-    row = jnp.zeros(shape[0], jnp.int32)
-    assert encode(jnp.zeros(shape), row, wire="int8", block=4).shape[0] == shape[0]
+@pytest.mark.parametrize("wire", ["identity", *reference.LOSSY_WIRES])
+@pytest.mark.parametrize("n", [1, 67, 4096])
+def test_results_in_place_of_their_operands(rng, wire, n):
+    buffer, other = numbers(rng, (3, 1, n), "float32"), numbers(rng, (3, 1, n), "float32")
+    row, how = np.zeros(3, np.int32), {"wire": wire, "block": 64}
+    message = np.asarray(encode(other, row, **how))
+    calls = [
+        (message, lambda place, **where: reduce(place, buffer, row, **how, **where)),
+        (buffer, lambda place, **where: decode(message, place, row, **how, **where)),
+    ]
+    if wire != "identity":
+        how_value = how | {"value": True}
+        calls.append(
+            (buffer, lambda sums, **where: reduce(message, sums, row, **how_value, **where))
+        )
+    for operand, call in calls:
+        want = np.asarray(call(operand))
+        donated = jnp.array(operand)
+        address = donated.unsafe_buffer_pointer()
+        got = call(donated, in_place=True)
+        assert got.unsafe_buffer_pointer() == address
+        reference.assert_bitwise(got, want)
+
+
+@pytest.mark.parametrize("wire", ["identity", *reference.LOSSY_WIRES])
+@pytest.mark.parametrize("shape", [(0, 2, 5), (2, 2, 0), (2, 0, 0)])
+def test_nothing_to_do(wire, shape):
+    buffer, row, how = np.ones(shape, np.float32), np.zeros(shape[0], np.int32), {"wire": wire}
+    message = encode(buffer, row, block=4, **how)
+    assert message.shape == (shape[0], reference.message_size(wire, shape[2], 4))
+    assert reduce(message, buffer, row, block=4, **how).shape == message.shape
+    reference.assert_bitwise(decode(message, buffer, row, block=4, **how), buffer)
 
 
 # More elements than an int32 counts.
@@ -179,39 +208,46 @@ def memory(gpu):
         pytest.skip(f"needs 24 GiB of free GPU memory, there are {free >> 30}")
 
 
+@functools.partial(jax.jit, static_argnames="dtype")
+def pattern(factor: np.uint32, dtype: np.dtype) -> jax.Array:
+    """[1, 1, HUGE], which does not repeat."""
+    bits = (jax.lax.iota(jnp.uint32, HUGE) * factor) >> 16
+    return bits.astype(jnp.int16).astype(dtype)[None, None]
+
+
+def piece(x: jax.Array, first: int, count: int) -> np.ndarray:
+    """Some of the last dimension; slices, unlike indices, are of 64 bits."""
+    return np.asarray(jax.lax.slice_in_dim(x, first, first + count, axis=-1)).reshape(count)
+
+
 @pytest.mark.usefixtures("memory")
 def test_huge_identity():
-    @jax.jit
-    def pattern(factor):
-        index = jax.lax.iota(jnp.uint32, HUGE)
-        return ((index * factor) >> 16).astype(jnp.int8)
-
-    received, local = pattern(2654435761)[None], pattern(2246822519)[None, None]
+    received = pattern(np.uint32(2654435761), np.dtype(np.int8))[0]
+    local = pattern(np.uint32(2246822519), np.dtype(np.int8))
     got = reduce(received, local, np.zeros(1, np.int32), wire="identity")
     assert bool(jax.jit(lambda a, b, c: jnp.all(a + b[0] == c))(received, local, got))
 
 
 @pytest.mark.usefixtures("memory")
 def test_huge_int8_wire():
-    @jax.jit
-    def pattern():
-        index = jax.lax.iota(jnp.uint32, HUGE)
-        return (((index * jnp.uint32(2654435761)) >> 16).astype(jnp.int16)).astype(jnp.bfloat16)
-
     block, row = 256, np.zeros(1, np.int32)
-    buffer = pattern()[None, None]
+    buffer = pattern(np.uint32(2654435761), np.dtype(jnp.bfloat16))
     got = encode(buffer, row, wire="int8", block=block)
     got = reduce(got, buffer, row, wire="int8", block=block, factor=0.5, in_place=True)
-    scales = -(-HUGE // block)
-    for first in (0, 2**31 - 4 * block):  # The last piece has a block that is cut short.
-        x = np.asarray(buffer[0, 0, first : first + 8 * block]).astype(np.float32)
-        once = reference.decoded("int8", reference.encoded("int8", x, block), x.size, block)
-        want = reference.encoded("int8", reference.summed(once, x, 0.5), block).view(np.uint8)
-        codes = np.asarray(got[0, first : first + x.size]).view(np.uint8)
-        np.testing.assert_array_equal(codes, want[: x.size])
-        at = got.shape[1] - 2 * scales + 2 * (first // block)
-        tail = np.asarray(got[0, at : at + 2 * -(-x.size // block)]).view(np.uint8)
-        np.testing.assert_array_equal(tail, want[x.size :])
+    stored = decode(got, buffer, row, wire="int8", block=block)
+    scales = got.shape[1] - 2 * -(-HUGE // block)
+    last = HUGE // block * block - 4 * block  # And what follows has a block that is cut short.
+    for first, n in ((0, 8 * block), (last, HUGE - last)):
+        x = piece(buffer, first, n).astype(np.float32)
+        once = reference.decoded("int8", reference.encoded("int8", x, block), n, block)
+        want = reference.encoded("int8", reference.summed(once, x, 0.5), block)
+        values = piece(got, first, n)
+        found = piece(got, scales + 2 * (first // block), 2 * -(-n // block))
+        reference.assert_bitwise(np.concatenate([values, found]), want)
+        reference.assert_bitwise(
+            piece(stored, first, n),
+            reference.decoded("int8", want, n, block).astype(buffer.dtype),
+        )
 
 
 INT8 = {"wire": "int8", "block": 4}
