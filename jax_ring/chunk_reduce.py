@@ -344,7 +344,11 @@ def _wanted(platform: str, *avals: Any, wire: Any, reducer: str, **_: Any) -> bo
 
 
 def prefers_native(platform: str, wire: WireFormat | None) -> bool:
-    """What `JAX_RING_REDUCER=auto` picks: what `benchmarks/chunk_reduce.py` found faster.
+    """What `JAX_RING_REDUCER=auto` picks: on CPU, what was measured to be faster.
+
+    By `benchmarks/chunk_reduce.py` and, for whole collectives, `benchmarks/collectives.py`; see
+    docs/benchmarks.md. Without a wire XLA's own sum is as fast and needs no call. On GPUs nothing
+    has been measured: there custom calls serve the formats that XLA does not fuse into one kernel.
 
     Args:
       platform: "cpu" or "cuda".
@@ -353,8 +357,7 @@ def prefers_native(platform: str, wire: WireFormat | None) -> bool:
     Returns:
       Whether the custom call is made.
     """
-    del platform
-    return isinstance(wire, Blocks)
+    return isinstance(wire, Blocks) or (platform == "cpu" and wire is not None)
 
 
 def _primitive(
