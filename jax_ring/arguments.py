@@ -22,6 +22,7 @@ from jax_ring.config import ALGORITHMS, current
 from jax_ring.executor import Array, Communicator, Groups
 from jax_ring.primitives import MAX, MIN, PROD, SUM, Axes, Method, Reduction
 from jax_ring.schedules import Kind, Schedule, verify
+from jax_ring.schedules.families import names
 from jax_ring.wire import WireFormat
 
 AxisName = Any  # a hashable name, or a tuple or list of names, as in jax.lax
@@ -258,8 +259,13 @@ def _algorithm(
         raise ValueError(wanted)
     if algorithm == "auto":
         algorithm = current().algorithm
-    if algorithm == "auto":
-        return "direct" if wired else "ring"
+        if algorithm != "xla" and algorithm not in names(kind):
+            return "direct" if wired else "ring"
+    if algorithm != "xla" and algorithm not in names(kind):
+        raise ValueError(
+            f"{name}: algorithm={algorithm!r} is an all-reduce only; for {kind.value} there are "
+            f"{names(kind)}"
+        )
     if algorithm == "xla" and wired:
         raise ValueError(
             f"{name}: algorithm='xla' (given, or what 'auto' stands for here) has no wire formats; "

@@ -2,7 +2,7 @@
 
 | variable           | values    | default | meaning                                             |
 |--------------------|-----------|---------|-----------------------------------------------------|
-| JAX_RING_ALGORITHM | auto, ring, direct, xla | auto | what `algorithm="auto"` means |
+| JAX_RING_ALGORITHM | auto, xla or one of `schedules.FAMILIES` | auto | what "auto" means |
 | JAX_RING_REDUCER   | auto, native, xla | auto    | what does the work on chunks                |
 | JAX_RING_UNROLL    | 1 or more | 32      | longer runs of like steps become a loop             |
 | JAX_RING_NATIVE    | 0, 1      | 1       | 0: neither build (at install) nor load native code  |
@@ -19,7 +19,9 @@ import os
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-ALGORITHMS = ("auto", "ring", "direct", "xla")
+from jax_ring.schedules import FAMILIES
+
+ALGORITHMS = ("auto", *FAMILIES, "xla")
 REDUCERS = ("auto", "native", "xla")
 
 
@@ -28,8 +30,8 @@ class Settings:
     """The settings in force.
 
     Attributes:
-      algorithm: what `algorithm="auto"` means: "ring", "direct", "xla", or "auto": the ring, and
-        over a lossy wire direct.
+      algorithm: what `algorithm="auto"` means: a name in `schedules.FAMILIES`, "xla", or "auto":
+        the ring, and over a lossy wire direct.
       unroll: runs of at most this many like steps are unrolled, so that XLA can fuse and overlap
         them; longer ones become a loop, so that the program's size does not grow with the ranks.
       native: whether the native module may be loaded.

@@ -84,8 +84,8 @@ class Plan:
       result_is_last_value: whether what the last step produces is a reduce-scatter's result.
       partials_travel: whether any partial sum is ever sent.
       redundant: whether some sum is completed by more than one rank.
-      reencodes: whether a finished chunk is sent from the buffer, where a rank holds only its
-        value and not the message that brought it.
+      reencodes: whether a finished chunk is copied by a rank that holds only its value, and not
+        the message that all others read it from.
     """
 
     segments: tuple[Segment, ...]
@@ -144,7 +144,9 @@ def plan(schedule: Schedule) -> Plan:
             not raw[i] for i, step in enumerate(steps) if step.op is Op.REDUCE or not complete[i]
         ),
         redundant=sums.redundant,
-        reencodes=any(complete[i] and sources[i] is Source.LOAD for i in copies),
+        reencodes=any(
+            complete[i] and (sources[i] is Source.LOAD or sums.redundant) for i in copies
+        ),
     )
 
 

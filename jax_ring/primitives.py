@@ -34,16 +34,8 @@ from jax_ring import _compat, executor, layout
 from jax_ring.chunk_reduce import Codec, takes
 from jax_ring.executor import Array, Communicator, Groups
 from jax_ring.plan import plan
-from jax_ring.schedules import (
-    Kind,
-    Schedule,
-    direct,
-    direct_all_gather,
-    direct_reduce_scatter,
-    ring,
-    ring_all_gather,
-    ring_reduce_scatter,
-)
+from jax_ring.schedules import Kind, Schedule
+from jax_ring.schedules.families import make, names
 from jax_ring.wire import Blocks, WireFormat
 
 Axes = tuple[str, ...]
@@ -106,26 +98,12 @@ def _communicators(axes: Axes, groups: Groups | None, emulated: bool) -> list[Co
     return [Communicator(axes, sizes, tuple(g), order, emulated) for g in by_size.values()]
 
 
-_ALGORITHMS: dict[str, dict[Kind, Callable[[int], Schedule]]] = {
-    "ring": {
-        Kind.ALL_REDUCE: ring,
-        Kind.REDUCE_SCATTER: ring_reduce_scatter,
-        Kind.ALL_GATHER: ring_all_gather,
-    },
-    "direct": {
-        Kind.ALL_REDUCE: direct,
-        Kind.REDUCE_SCATTER: direct_reduce_scatter,
-        Kind.ALL_GATHER: direct_all_gather,
-    },
-}
-
-
 @dataclasses.dataclass(frozen=True)
 class Method:
     """How a collective is carried out, settled when it is called.
 
     Attributes:
-      algorithm: "ring", "direct" or a schedule.
+      algorithm: a name in `schedules.FAMILIES` or a schedule.
       unroll: longer runs of like steps become a loop.
       wire: the format in which chunks travel; None for as they are.
       reducer: "auto", "native" or "xla": what does the work on a chunk.
@@ -140,11 +118,11 @@ class Method:
         """The schedule for a collective of some ranks."""
         if isinstance(self.algorithm, Schedule):
             return self.algorithm
-        return _ALGORITHMS[self.algorithm][kind](ranks)
+        return make(self.algorithm, kind, ranks)
 
     def for_others(self) -> Method:
         """The method for another kind of collective, or over other ranks: a schedule fits one."""
-        if isinstance(self.algorithm, str):
+        if self.algorithm in names(Kind.REDUCE_SCATTER) or self.algorithm == "xla":
             return self
         other = "ring" if self.wire is None else "direct"
         return dataclasses.replace(self, algorithm=other)

@@ -2,6 +2,15 @@
 
 from jax_ring.schedules.cost import cost
 from jax_ring.schedules.direct import direct, direct_all_gather, direct_reduce_scatter
+from jax_ring.schedules.double_binary_tree import double_binary_tree
+from jax_ring.schedules.families import FAMILIES
+from jax_ring.schedules.halving_doubling import (
+    halving_doubling,
+    halving_doubling_all_gather,
+    halving_doubling_reduce_scatter,
+)
+from jax_ring.schedules.hierarchical import hierarchical
+from jax_ring.schedules.recursive_doubling import recursive_doubling
 from jax_ring.schedules.ring import ring, ring_all_gather, ring_reduce_scatter
 from jax_ring.schedules.schedule import (
     Kind,
@@ -16,6 +25,7 @@ from jax_ring.schedules.schedule import (
 from jax_ring.schedules.verify import verify
 
 __all__ = [
+    "FAMILIES",
     "Kind",
     "Op",
     "Run",
@@ -28,6 +38,12 @@ __all__ = [
     "direct",
     "direct_all_gather",
     "direct_reduce_scatter",
+    "double_binary_tree",
+    "halving_doubling",
+    "halving_doubling_all_gather",
+    "halving_doubling_reduce_scatter",
+    "hierarchical",
+    "recursive_doubling",
     "ring",
     "ring_all_gather",
     "ring_reduce_scatter",
