@@ -32,7 +32,7 @@ from jax.sharding import PartitionSpec as P
 
 import jax_ring
 
-ALGORITHMS = ["ring", "direct"]
+ALGORITHMS = list(jax_ring.schedules.FAMILIES)
 SIZES = [4 << 10, 256 << 10, 4 << 20, 64 << 20]  # Bytes of float32 on each device.
 Case = tuple[str, str, str]  # Algorithm, wire, reducer.
 

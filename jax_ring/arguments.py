@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 import numbers
 import operator
 from collections.abc import Callable, Sequence
@@ -21,7 +22,7 @@ from jax_ring import _compat, primitives, wire
 from jax_ring.config import ALGORITHMS, current
 from jax_ring.executor import Array, Communicator, Groups
 from jax_ring.primitives import MAX, MIN, PROD, SUM, Axes, Method, Reduction
-from jax_ring.schedules import Kind, Schedule, verify
+from jax_ring.schedules import Kind, Schedule, hierarchical, verify
 from jax_ring.schedules.families import names
 from jax_ring.wire import WireFormat
 
@@ -95,6 +96,8 @@ def parse(
     groups = _groups(name, axis_index_groups, axes, size, equal=kind is not Kind.ALL_REDUCE)
     ranks = {size} if groups is None else {len(group) for group in groups}
     form, key = _wire(name, wire, x)
+    if algorithm == "hierarchical":
+        algorithm = _hierarchy(name, kind, axes, groups)
     chosen = _algorithm(name, algorithm, kind, ranks, form is not None) if axes else "ring"
     wanted = _requested_dtype(name, reduce_dtype, x)
     if form is not None and wanted not in (None, jnp.float32):
@@ -252,7 +255,8 @@ def _algorithm(
                 f"{name}: algorithm must have as many chunks as ranks, got {algorithm!r}"
             )
         return _verified(algorithm)
-    wanted = f"{name}: algorithm must be one of {list(ALGORITHMS)} or a Schedule, got {algorithm!r}"
+    known = [*ALGORITHMS, "hierarchical"]
+    wanted = f"{name}: algorithm must be one of {known} or a Schedule, got {algorithm!r}"
     if not isinstance(algorithm, str):
         raise TypeError(wanted)
     if algorithm not in ALGORITHMS:
@@ -272,6 +276,23 @@ def _algorithm(
             "algorithm='direct' or 'ring' has"
         )
     return algorithm
+
+
+def _hierarchy(name: str, kind: Kind, axes: Axes, groups: Groups | None) -> Schedule:
+    """The hierarchical all-reduce whose inner level is the last axis."""
+    if kind is not Kind.ALL_REDUCE:
+        raise ValueError(
+            f"{name}: algorithm='hierarchical' is an all-reduce only; for {kind.value} there are "
+            f"{names(kind)}"
+        )
+    if len(axes) < 2 or groups is not None:
+        raise ValueError(
+            f"{name}: algorithm='hierarchical' wants an axis for each level, the outer ones first, "
+            f"as in axis_name=('node', 'local'), and no axis_index_groups; got axis_name="
+            f"{_show(axes)}. For levels within one axis pass schedules.hierarchical(inner, outer)"
+        )
+    sizes = [lax.axis_size(axis) for axis in axes]
+    return hierarchical(sizes[-1], math.prod(sizes[:-1]))
 
 
 def _requested_dtype(name: str, requested: Any, x: Any) -> Any:

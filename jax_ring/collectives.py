@@ -3,7 +3,9 @@
 The parameters are those of `jax.lax`, in the same order, then keyword-only:
 
 - `algorithm`: "auto" (what `JAX_RING_ALGORITHM` says; by default the ring, and "direct" over a
-  lossy wire), "ring", "direct", "xla" (lax's own op), or a `jax_ring.schedules.Schedule`.
+  lossy wire), a name in `jax_ring.schedules.FAMILIES` ("ring", "direct", "halving_doubling",
+  "recursive_doubling", "double_binary_tree"), "hierarchical" (over several axes, the last of which
+  is the inner level), "xla" (lax's own op), or a `jax_ring.schedules.Schedule`.
 - `reduce_dtype`: the dtype in which partial results are held and travel. By default the dtype of
   the data, as in NCCL: no more bytes are sent than lax's op sends, and a 16-bit sum is rounded at
   each step. With `reduce_dtype=jnp.float32` it is rounded once, for twice the bytes in the reducing

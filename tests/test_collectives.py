@@ -15,6 +15,8 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 import jax_ring
+from jax_ring.schedules import FAMILIES, Kind
+from jax_ring.schedules.families import names
 
 N = 8
 REDUCTIONS = ["psum", "pmean", "pmax", "pmin"]
@@ -734,10 +736,56 @@ def test_dimensions_out_of_bounds(dimension):
         on_ranks(lambda v: jax_ring.all_gather(v, "x", axis="a"))
 
 
+@pytest.mark.parametrize("algorithm", [*FAMILIES, "hierarchical"])
+def test_every_algorithm_by_name(algorithm):
+    shape = (2, 4) if algorithm == "hierarchical" else (6,)
+    m = mesh(*shape)
+    axes = m.axis_names
+    x = integers((m.size, 101), np.float32)
+    rows = per_rank(lambda v: jax_ring.psum(v, axes, algorithm=algorithm), m, x)
+    assert all(same_bits(row, x.sum(0)) for row in np.asarray(rows))
+
+
+@pytest.mark.parametrize("sizes", [(2, 3), (3, 2), (1, 5)])
+def test_hierarchies_of_any_mesh(sizes):
+    m = mesh(*sizes)
+    x = integers((m.size, 101), np.float32)
+    rows = per_rank(lambda v: jax_ring.psum(v, ("x", "y"), algorithm="hierarchical"), m, x)
+    assert all(same_bits(row, x.sum(0)) for row in np.asarray(rows))
+
+
+def test_scatters_and_gathers_by_name():
+    n = 6
+    x = integers((n, 12), np.float32)
+    for algorithm in names(Kind.REDUCE_SCATTER):
+        how = {"algorithm": algorithm, "tiled": True}
+        parts = per_rank(lambda v, how=how: jax_ring.psum_scatter(v, "x", **how), n, x)
+        assert same_bits(np.asarray(parts).reshape(-1), x.sum(0))
+        whole = per_rank(lambda v, how=how: jax_ring.all_gather(v, "x", **how), n, x)
+        assert all(same_bits(row, x.reshape(-1)) for row in np.asarray(whole))
+
+
+def test_algorithms_that_are_all_reduces_only():
+    f = jax.vmap(
+        lambda v: jax_ring.psum_scatter(v, "x", algorithm="double_binary_tree"), axis_name="x"
+    )
+    with pytest.raises(ValueError, match="'double_binary_tree' is an all-reduce only; .*'ring'"):
+        f(np.ones((4, 4)))
+    with jax_ring.config(algorithm="recursive_doubling"):  # What "auto" means, where it can.
+        scattered = jax.vmap(lambda v: jax_ring.psum_scatter(v, "x"), axis_name="x")
+        np.testing.assert_array_equal(scattered(np.ones((4, 4))), [4.0] * 4)
+
+
+def test_hierarchies_want_levels():
+    f = jax.vmap(lambda v: jax_ring.psum(v, "x", algorithm="hierarchical"), axis_name="x")
+    with pytest.raises(ValueError, match="wants an axis for each level.*got axis_name='x'"):
+        f(np.ones((4, 4)))
+
+
 def test_bad_algorithms():
     schedules = jax_ring.schedules
     cases = [
-        ("tree", ValueError, "algorithm must be one of .*'ring', 'direct', 'xla'.* got 'tree'"),
+        ("tree", ValueError, "algorithm must be one of .*'ring', 'direct'.*'xla'.* got 'tree'"),
         (7, TypeError, "algorithm must be one of .* got 7"),
         (schedules.ring(4), ValueError, "is for 4 ranks, but there are 8 to reduce over"),
         (schedules.ring_all_gather(8), ValueError, "must be a schedule of kind all_reduce"),
