@@ -17,9 +17,9 @@ import time
 from collections.abc import Callable
 from typing import Annotated, Any
 
-RANKS = 8
+DEVICES = 8
 os.environ["XLA_FLAGS"] = (
-    f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={RANKS}"
+    f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={DEVICES}"
 ).strip()
 
 import jax
@@ -52,10 +52,10 @@ def program(mesh: jax.sharding.Mesh, case: Case, x: jax.Array) -> Callable[[], A
     return lambda: jax.block_until_ready(compiled(x))
 
 
-def measure(size: int, cases: list[Case], rounds: int) -> dict[Case, float]:
+def measure(ranks: int, size: int, cases: list[Case], rounds: int) -> dict[Case, float]:
     """The median seconds of each case, taken in turns."""
-    mesh = jax.make_mesh((RANKS,), ("data",))
-    values = np.random.default_rng(0).standard_normal(RANKS * size // 4).astype(np.float32)
+    mesh = jax.make_mesh((ranks,), ("data",), devices=jax.devices()[:ranks])
+    values = np.random.default_rng(0).standard_normal(ranks * size // 4).astype(np.float32)
     x = jax.device_put(values, NamedSharding(mesh, P("data")))
     runs = {case: program(mesh, case, x) for case in cases}
     times: dict[Case, list[float]] = {case: [] for case in cases}
@@ -71,6 +71,7 @@ def measure(size: int, cases: list[Case], rounds: int) -> dict[Case, float]:
 
 def main(
     wires: Annotated[list[str] | None, typer.Argument(help="wires; by default all")] = None,
+    ranks: Annotated[int, typer.Option(help="devices", min=2, max=DEVICES)] = DEVICES,
     most: Annotated[int, typer.Option(help="MiB on each device, at most")] = 64,
     rounds: Annotated[int, typer.Option(help="how often each is timed")] = 9,
     output: Annotated[
@@ -87,9 +88,11 @@ def main(
         for reducer in reducers
     ]
     sizes = [size for size in SIZES if size <= most << 20]
-    seconds = {size: measure(size, [baseline, *cases], rounds) for size in sizes}
+    seconds = {size: measure(ranks, size, [baseline, *cases], rounds) for size in sizes}
     heads = [f"{size >> 10} KiB" for size in sizes]
-    table = rich.table.Table("wire", "algorithm", "reducer", *heads, title="time / lax.psum")
+    table = rich.table.Table(
+        "wire", "algorithm", "reducer", *heads, title=f"time / lax.psum, {ranks} ranks"
+    )
     figures = []
     for case in cases:
         algorithm, wire, reducer = case

@@ -131,6 +131,12 @@ class Codec:
         """What a message of n elements says: [..., n], in float32 if there is a wire."""
         return message if self.wire is None else self.wire.decode(message, n)
 
+    def calls(self, buffer: Array) -> bool:
+        """Whether custom calls will be made, as far as can be told before lowering."""
+        platform = {"gpu": "cuda"}.get(jax.default_backend(), jax.default_backend())
+        wanted = _wanted(platform, wire=self.wire, reducer=self.reducer)
+        return self._as_call(buffer) and wanted
+
     def _written(self, value: Array, seed: Array | None) -> Message:
         if self.wire is None:
             return value

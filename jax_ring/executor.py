@@ -287,8 +287,9 @@ class _Execution:
                 buffer, arrived, held = lax.optimization_barrier((buffer, arrived, held))
             held = self.reduce(segment, t, arrived, buffer, held)
             if segment.traits.raw and isinstance(t, int):
-                # Keeps the next encoding out of this sum's kernel, which could not add in place.
-                buffer = lax.optimization_barrier(buffer)
+                # Keeps the next encoding after this sum, so that one message is held at a time, and
+                # out of its kernel, which could not add in place.
+                buffer, held = lax.optimization_barrier((buffer, held))
         if not segment.traits.store:
             return buffer, held
         # Ties each store to the permute after next: XLA:GPU otherwise puts all stores behind the
@@ -431,8 +432,10 @@ class _Wired(_Execution):
         seed: Array | None = None,
         finish: Callable[[Array], Array] | None = None,
         residual: Array | None = None,
+        bare: bool = False,
     ) -> None:
         super().__init__(schedule, comm, 0, 1, label)
+        self.bare = bare
         self.codec, self.seed, self.residual = codec, seed, residual
         self.plain_finish = finish if codec.wire is None else None
 
@@ -445,7 +448,7 @@ class _Wired(_Execution):
         ]
 
     def outgoing(self, segment: Segment, t: Array | int, buffer: Array, held: Any) -> Any:
-        """The messages of this step's chunks, as `_stacked` has them."""
+        """The messages of this step's chunks, as `stacked` has them."""
         if held is not None and held.message is not None:
             return held.message
         rows = self.indices(segment.first.send, t, segment.advance)
@@ -457,7 +460,7 @@ class _Wired(_Execution):
             if self.residual is not None:
                 self._keep_error(row, buffer[row], message)
             parts.append(message)
-        return _stacked(parts)
+        return self.stacked(parts)
 
     def reduce(
         self, segment: Segment, t: Array | int, arrived: Any, buffer: Array, held: Any
@@ -476,10 +479,12 @@ class _Wired(_Execution):
                 # contribution as it is.
                 own = self.codec.encode(local, at, self.draw(segment, t, 2 * i))
                 local, at = self.codec.value(own, local.shape[-1])[None], jnp.int32(0)
-            received = _message(arrived, i, len(rows))
+            received = self._message(arrived, i)
             seed = self.draw(segment, t, 2 * i + 1)
             results.append(self._sum(received, local, at, row, seed, traits.finishes, encodes))
-        return Sealed(message=_stacked(results)) if encodes else Sealed(value=jnp.stack(results))
+        return (
+            Sealed(message=self.stacked(results)) if encodes else Sealed(value=jnp.stack(results))
+        )
 
     def _sum(
         self,
@@ -508,6 +513,19 @@ class _Wired(_Execution):
         lost = jnp.where(jnp.isfinite(lost), lost, 0.0)
         self.residual = lax.dynamic_update_index_in_dim(self.residual, lost, row, 0)
 
+    def stacked(self, messages: list[Message]) -> Message:
+        """The messages of a step with a leading dimension.
+
+        Not where they are the operands of custom calls and each step sends one: XLA would copy it.
+        Elsewhere XLA:CPU makes two copies of the buffer less with the dimension.
+        """
+        if self.bare:
+            return messages[0]
+        return jax.tree.map(lambda *parts: jnp.stack(parts), *messages)
+
+    def _message(self, stacked: Message, i: int) -> Message:
+        return stacked if self.bare else jax.tree.map(lambda part: part[i], stacked)
+
     def draw(self, segment: Segment, t: Array | int, salt: int) -> Array | None:
         """A seed for one message: another for each rank, step and chunk."""
         if self.seed is None:
@@ -526,7 +544,7 @@ class _Wired(_Execution):
         before = buffer
         for i, row in enumerate(rows):
             if held.message is not None:
-                buffer = self.codec.decode(_message(held.message, i, len(rows)), buffer, row)
+                buffer = self.codec.decode(self._message(held.message, i), buffer, row)
             else:
                 value = rounded(held.value[i], buffer.dtype)
                 buffer = lax.dynamic_update_index_in_dim(buffer, value, row, 0)
@@ -535,18 +553,6 @@ class _Wired(_Execution):
     def carried(self, segment: Segment, held: Any) -> Any:
         """The same."""
         return held if isinstance(held, Sealed) else Sealed(message=held)
-
-
-def _stacked(messages: list[Message]) -> Message:
-    """Messages with a leading dimension; a single one without, so that no copy is made of it."""
-    if len(messages) == 1:
-        return messages[0]
-    return jax.tree.map(lambda *parts: jnp.stack(parts), *messages)
-
-
-def _message(stacked: Message, i: int, count: int) -> Message:
-    """One of `count` messages."""
-    return stacked if count == 1 else jax.tree.map(lambda part: part[i], stacked)
 
 
 def all_reduce(
@@ -690,13 +696,16 @@ def wired_all_reduce(
       The reduced rows, and float32 rows of what was lost or None.
     """
     residual = jnp.zeros(rows.shape, jnp.float32) if feedback else None
+    bare = _one_call_a_step(schedule, codec, rows)
     state = plan(schedule)
     dtype = rows.dtype
     if codec.wire is not None and state.widened:
         rows = rows.astype(jnp.float32)
 
     def execution(part: Schedule) -> _Wired:
-        return _Wired(part, comm, codec, label, seed=seed, finish=finish, residual=residual)
+        return _Wired(
+            part, comm, codec, label, seed=seed, finish=finish, residual=residual, bare=bare
+        )
 
     if state.reencodes and codec.wire is not None:
         first = execution(_part(schedule, Op.REDUCE))
@@ -710,6 +719,10 @@ def wired_all_reduce(
         if state.widened:
             result = _finished(result, codec, finish)
     return rounded(result, dtype), residual
+
+
+def _one_call_a_step(schedule: Schedule, codec: Codec, rows: Array) -> bool:
+    return codec.calls(rows) and all(run.first.k == 1 for run in schedule.steps.runs)
 
 
 def _finished(sums: Array, codec: Codec, finish: Callable[[Array], Array] | None) -> Array:
@@ -777,7 +790,8 @@ def wired_reduce_scatter(
       This rank's chunk: [..., n].
     """
     dtype = rows.dtype
-    run = _Wired(schedule, comm, codec, label, seed=seed, finish=finish)
+    bare = _one_call_a_step(schedule, codec, rows)
+    run = _Wired(schedule, comm, codec, label, seed=seed, finish=finish, bare=bare)
     if codec.wire is not None and run.plan.widened:
         rows = rows.astype(jnp.float32)
     buffer, held = run.run(rows, None, unroll)
@@ -825,8 +839,9 @@ def wired_all_gather(
         ]
         messages = jax.tree.unflatten(jax.tree.structure(message), gathered)
         return rounded(codec.value(messages, chunk.shape[-1]), chunk.dtype)
-    run = _Wired(schedule, comm, codec, label)
     buffer = _blank(chunk[None], 0, schedule.ranks)
-    held = Sealed(message=message)
+    bare = _one_call_a_step(schedule, codec, buffer)
+    run = _Wired(schedule, comm, codec, label, bare=bare)
+    held = Sealed(message=run.stacked([message]))
     own = run.indices(own_chunks(schedule), 0, 0)[0]
     return codec.decode(message, run.run(buffer, held, unroll)[0], own)

@@ -3,10 +3,11 @@
 #
 #   tools/gpu_check.sh [--build-only]
 #
-# Needs nvcc, a C++ compiler, and a Python ($PYTHON, by default python3) with jax[cuda], nanobind,
-# scikit-build-core and pytest. Installs jax_ring into that Python, in editable mode. Logs and figures go to
-# $OUT, by default build/gpu_check. Each part runs even if one before it failed; the exit status is that of
-# all. compute-sanitizer is used where it is found.
+# Needs nvcc, g++, and a Python ($PYTHON, by default python3) with jax[cuda], nanobind and pytest. Installs
+# jax_ring into that Python, in editable mode; where that fails (for want of scikit-build-core or CMake, say),
+# it links what it needs into the source tree. Logs and figures go to $OUT, by default build/gpu_check. Each
+# part runs even if one before it failed; the exit status is that of all. compute-sanitizer is used where it
+# is found and takes the GPU.
 # shellcheck disable=SC2329  # Functions are handed to part, by way of bash -c.
 set -uo pipefail
 
@@ -63,7 +64,8 @@ record() {
 
 # The driver and the benchmark, from the same objects.
 compile() {
-  local flags=(-std=c++17 -O3 -fmad=false "-arch=sm_$architecture" -Icc -Xcompiler -ffp-contract=off)
+  local flags=(-std=c++17 -O3 -fmad=false "-arch=sm_$architecture" -Icc -Xcompiler -fPIC
+               -Xcompiler -ffp-contract=off)
   local source sources=(cc/chunk_reduce_cuda_*.cu cc/tests/chunk_reduce_cuda_*.cu
                         cc/chunk_reduce_cpu.cc cc/chunk_reduce_cpu_baseline.cc)
   local jobs=() job
@@ -78,15 +80,36 @@ compile() {
     "$build"/chunk_reduce_cuda_{blocks,elementwise,benchmark}.cu.o
 }
 
-# Through pip; or, where that cannot, with CMake alone into the source tree.
 install() {
   export JAX_RING_CUDA=1 SKBUILD_CMAKE_DEFINE="JAX_RING_CUDA_ARCHITECTURES=$architecture-real"
-  "$python" -m pip install --no-build-isolation --no-deps --no-index -v -e . && return
-  echo "gpu_check: pip could not; building with CMake"
-  cmake -S . -B "$build/cmake" -DCMAKE_BUILD_TYPE=Release -DJAX_RING_CUDA=ON -DJAX_RING_REQUIRE_NATIVE=ON \
-    -DJAX_RING_CUDA_ARCHITECTURES="$architecture-real" \
-    -DPython_EXECUTABLE="$("$python" -c 'import sys; print(sys.executable)')" \
-    && cmake --build "$build/cmake" --parallel && cmake --install "$build/cmake" --prefix .
+  "$python" -m pip install --no-build-isolation --no-deps --no-index -v -e . && built && return
+  echo "gpu_check: not through pip; linking into the source tree"
+  "$python" -m pip uninstall --yes jax-ring
+  link
+}
+
+# Whether there are CUDA kernels: an install without them does not fail.
+built() {
+  "$python" -c 'from jax_ring import native; s = native.status(); print(s); exit(s.cuda_path is None)'
+}
+
+# Without pip and CMake: the native module, and the CUDA kernels from the objects of `compile`.
+link() {
+  until [ -e "$build/compile.rc" ]; do sleep 1; done
+  local ffi nanobind python_include suffix flags
+  read -r ffi nanobind python_include suffix < <("$python" -c '
+import sysconfig, jax.ffi, nanobind, pathlib
+print(jax.ffi.include_dir(), pathlib.Path(nanobind.__file__).parent, sysconfig.get_path("include"),
+      sysconfig.get_config_var("EXT_SUFFIX"))')
+  flags=(-std=c++17 -O2 -fPIC -shared -fvisibility=hidden -fno-strict-aliasing -ffp-contract=off -DNDEBUG
+         -Icc -isystem "$ffi")
+  g++ "${flags[@]}" -isystem "$python_include" -isystem "$nanobind/include" \
+    -isystem "$nanobind/ext/robin_map/include" -o "jax_ring/_native$suffix" "$nanobind/src/nb_combined.cpp" \
+    cc/{module,copy_ffi,chunk_reduce_ffi,chunk_reduce_cpu,chunk_reduce_cpu_baseline}.cc &
+  nvcc "-arch=sm_$architecture" -std=c++17 -O2 -shared -Icc -Xcompiler -fPIC -isystem "$ffi" \
+    -Xlinker "--version-script=cc/chunk_reduce_cuda.map" -o jax_ring/libjax_ring_cuda.so \
+    cc/chunk_reduce_cuda_ffi.cc "$build"/chunk_reduce_cuda_{blocks,elementwise}.cu.o \
+    && wait $! && built
 }
 
 loaded() {
@@ -100,7 +123,7 @@ assert "cuda" in native.platforms(), native.platforms()
 END
 }
 
-export -f compile install loaded
+export -f compile install built link loaded
 export python build architecture
 export JAX_PLATFORMS=cuda,cpu XLA_PYTHON_CLIENT_PREALLOCATE=false
 
@@ -108,23 +131,28 @@ export JAX_PLATFORMS=cuda,cpu XLA_PYTHON_CLIENT_PREALLOCATE=false
 (timeout 300 bash -c compile > "$out/compile.log" 2>&1; echo $? > "$build/compile.rc") &
 compiling=$!
 start=$SECONDS
-part install 300 bash -c install
+part install 400 bash -c install
 wait $compiling
 record compile "$(cat "$build/compile.rc")" $((SECONDS - start))
 
 if [ $build_only = 0 ]; then
   part loaded 60 bash -c loaded
   part driver 120 "$build/driver" 100001
-  part pytest 200 "$python" -m pytest tests/gpu -m gpu -q -rs -p no:cacheprovider
+  workers=()
+  "$python" -c 'import xdist' 2> /dev/null && workers=(-n 4)
+  part pytest 200 "$python" -m pytest tests/gpu -m gpu -q -rs -p no:cacheprovider "${workers[@]}"
   part benchmark 90 "$python" benchmarks/gpu_kernels.py "$build/benchmark" --json "$out/gpu_kernels.json"
   cat "$out/benchmark.log"
   sanitizer=$(command -v compute-sanitizer || ls /usr/local/cuda/bin/compute-sanitizer 2> /dev/null)
-  if [ -n "$sanitizer" ]; then
+  if [ -z "$sanitizer" ]; then
+    results+=("memcheck, racecheck: not run, there is no compute-sanitizer")
+  elif ! "$sanitizer" "$build/driver" 1 10000 > "$out/sanitizer.log" 2>&1 \
+    && grep -qi "not supported" "$out/sanitizer.log"; then
+    results+=("memcheck, racecheck: not run, compute-sanitizer does not support this device")
+  else
     # Every 97th case: 97 has no factor in common with how the cases are ordered, so all kinds are among them.
     part memcheck 100 "$sanitizer" --tool memcheck --error-exitcode 1 "$build/driver" 20001 97
     part racecheck 60 "$sanitizer" --tool racecheck --error-exitcode 1 "$build/driver" 20001 97
-  else
-    results+=("memcheck, racecheck: not run, there is no compute-sanitizer")
   fi
 fi
 

@@ -109,6 +109,14 @@ def test_narrow_types_stay_narrow(one_host, dtype):
     assert hlo.whole_writes(LENGTH) == []
 
 
+def test_a_direct_exchange_without_a_wire_holds_a_chunk_more(one_host, reducer):
+    # The most that there is; over a wire, where it is the default, what travels is smaller.
+    hlo = program(lambda x: psum(x, algorithm="direct"), one_host, donate=True)
+    assert hlo.permutes == [("f32", LENGTH // 8)] * 14
+    assert hlo.whole_writes(LENGTH) == []
+    assert chunks_of_memory(hlo, LENGTH // 8) <= MEMORY + 1
+
+
 # --- wires ----------------------------------------------------------------------------------------
 
 BLOCK = 256

@@ -1,4 +1,4 @@
-"""The custom calls of the chunk kernels, made directly."""
+"""The custom calls of the chunk kernels, made directly: for a batch, or without one."""
 
 import functools
 from typing import Any
@@ -22,9 +22,9 @@ def _call(name: str, result: Any, in_place_of: int | None, *operands: Any, **att
 
 
 def encode(buffer, row, *seed, wire, block=0, factor=1.0) -> jax.Array:
-    batch, _, n = buffer.shape
     dtype = buffer.dtype if wire == "identity" else message_dtype(wire)
-    result = jax.ShapeDtypeStruct((batch, message_size(wire, n, block)), dtype)
+    size = message_size(wire, buffer.shape[-1], block)
+    result = jax.ShapeDtypeStruct((*row.shape, size), dtype)
     attributes = {"wire": wire, "block": np.int64(block), "factor": np.float32(factor)}
     return _call("jax_ring_chunk_encode", result, None, buffer, row, *seed, **attributes)
 
@@ -35,8 +35,7 @@ def reduce(
     """In place of what was received; or, where the result is a value, of the accumulator."""
     result = jax.ShapeDtypeStruct(received.shape, received.dtype)
     if value:
-        shape = (received.shape[0], 1, buffer.shape[-1])
-        result = jax.ShapeDtypeStruct(shape, jnp.float32)
+        result = jax.ShapeDtypeStruct((*row.shape, 1, buffer.shape[-1]), jnp.float32)
     place = int(value) if in_place else None
     attributes = {"wire": wire, "block": np.int64(block), "factor": np.float32(factor), "op": op}
     operands = (received, buffer, row, *seed)

@@ -4,6 +4,7 @@ Elsewhere they are skipped.
 """
 
 import jax
+import numpy as np
 import pytest
 
 import jax_ring
@@ -33,3 +34,8 @@ def gpu() -> jax.Device:
 def _on_gpu(gpu):
     with jax.default_device(gpu):
         yield
+
+
+@pytest.fixture
+def rng() -> np.random.Generator:
+    return np.random.default_rng(0)

@@ -31,20 +31,21 @@ def numbers(rng: np.random.Generator, shape: tuple[int, ...], dtype: str) -> np.
 
 
 @pytest.fixture
-def rng() -> np.random.Generator:
-    return np.random.default_rng(0)
-
-
-@pytest.fixture
 def wide():
     with jax.enable_x64(True):
         yield
 
 
+@jax.jit
+def combinations(received, buffer, row):
+    """By each operation: the result, and the result in place of what was received."""
+    call = functools.partial(reduce, received, buffer, row, wire="identity")
+    return {op: (call(op=op), call(op=op, in_place=True)) for op in reference.OPS}
+
+
 @pytest.mark.usefixtures("wide")
-@pytest.mark.parametrize("op", reference.OPS)
 @pytest.mark.parametrize("dtype", [*reference.FLOATS, *reference.INTEGERS])
-def test_identity(rng, dtype, op):
+def test_identity(rng, dtype):
     row = np.array([2, 0, 1], np.int32)
     for n in SIZES:
         received, buffer = numbers(rng, (3, n), dtype), numbers(rng, (3, 3, n), dtype)
@@ -52,16 +53,15 @@ def test_identity(rng, dtype, op):
             received[0, 3], buffer[1, 0, 5] = np.nan, np.nan
             if dtype != "float8_e4m3fn":
                 received[2, 7] = -np.inf
-        want = reference.combined(op, received, buffer[np.arange(3), row])
-        for in_place in (False, True):
-            got = reduce(
-                jnp.asarray(received), buffer, row, wire="identity", op=op, in_place=in_place
-            )
-            if op in ("max", "min"):  # The sign of a zero is free.
-                zero = np.zeros((), dtype)
-                reference.assert_bitwise(np.asarray(got) + zero, want + zero)
-            else:
-                reference.assert_bitwise(got, want)
+        for op, results in combinations(received, buffer, row).items():
+            want = reference.combined(op, received, buffer[np.arange(3), row])
+            # Of the largest and the least, the sign of a zero is free.
+            zero = np.zeros((), dtype)
+            for got in results:
+                if op in ("max", "min"):
+                    reference.assert_bitwise(np.asarray(got) + zero, want + zero)
+                else:
+                    reference.assert_bitwise(got, want)
 
 
 @pytest.mark.usefixtures("wide")
@@ -77,8 +77,24 @@ def test_rows_as_they_are(rng, dtype):
         reference.assert_bitwise(got, buffer)
 
 
+@functools.partial(jax.jit, static_argnames=("wire", "block", "factor"))
+def everything(buffer, other, row, other_row, *seed, wire, block, factor):
+    """What can be made of a chunk of each of two buffers, in one program."""
+    how = {"wire": wire, "block": block}
+    scaled = how | {"factor": factor}
+    message = encode(other, other_row, *seed, **scaled)
+    return (
+        message,
+        reduce(message, buffer, row, **scaled, value=True),
+        reduce(message, buffer, row, *seed, **scaled),
+        reduce(message, buffer, row, *seed, **scaled, in_place=True),
+        decode(message, other, row, **how),
+        decode(message, other, row, **how, in_place=True),
+    )
+
+
 def check_lossy(rng, wire, dtype, n, block, *, seed=None, factor=1.0, shared=False, special=False):
-    """All that can be done on a wire, in a batch of three."""
+    """Compares `everything` with NumPy, in a batch of three."""
     buffer = numbers(rng, (1 if shared else 3, 2, n), dtype)
     other = numbers(rng, (3, 2, n), dtype)
     if special:
@@ -89,30 +105,23 @@ def check_lossy(rng, wire, dtype, n, block, *, seed=None, factor=1.0, shared=Fal
         other[1, :, places] = np.array(values, dtype)[:, None]
     row, other_row = np.array([1, 0, 1], np.int32), np.array([0, 1, 1], np.int32)
     seeds = () if seed is None else (seed,)
-    how = {"wire": wire, "block": block}
-
-    messages = encode(other, other_row, *seeds, factor=factor, **how)
-    result = reduce(messages, buffer, row, *seeds, factor=factor, **how)
-    in_place = reduce(jnp.array(messages), buffer, row, *seeds, factor=factor, in_place=True, **how)
-    value = reduce(messages, buffer, row, factor=factor, value=True, **how)
-    stored = decode(messages, jnp.asarray(other), row, **how)
-    stored_in_place = decode(messages, jnp.array(other), row, in_place=True, **how)
-
-    want_stored = other.copy()
+    messages, values, *results, apart, in_place = everything(
+        buffer, other, row, other_row, *seeds, wire=wire, block=block, factor=factor
+    )
+    stored = other.copy()
     for i in range(3):
-        x = reference.scaled(other[i, other_row[i]].astype(np.float32), factor)
         seed_i = None if seed is None else seed[i]
+        x = reference.scaled(other[i, other_row[i]].astype(np.float32), factor)
         want = reference.encoded(wire, x, block, seed_i)
         reference.assert_bitwise(messages[i], want, wire)
-        local = buffer[0 if shared else i, row[i]]
-        total = reference.summed(reference.decoded(wire, want, n, block), local, factor)
-        reference.assert_bitwise(value[i, 0], total)
-        want_result = reference.encoded(wire, total, block, seed_i)
-        reference.assert_bitwise(result[i], want_result, wire)
-        reference.assert_bitwise(in_place[i], want_result, wire)
-        want_stored[i, row[i]] = reference.decoded(wire, want, n, block).astype(dtype)
-    reference.assert_bitwise(stored, want_stored)
-    reference.assert_bitwise(stored_in_place, want_stored)
+        value = reference.decoded(wire, want, n, block)
+        total = reference.summed(value, buffer[0 if shared else i, row[i]], factor)
+        reference.assert_bitwise(values[i, 0], total)
+        for result in results:
+            reference.assert_bitwise(result[i], reference.encoded(wire, total, block, seed_i), wire)
+        stored[i, row[i]] = value.astype(dtype)
+    reference.assert_bitwise(apart, stored)
+    reference.assert_bitwise(in_place, stored)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -144,6 +153,21 @@ def test_stochastic_rounding(rng, wire, dtype):
     seed = rng.integers(0, 2**32, (3, 2), np.uint32)
     for n, block in [(515, 256), (4096, 64), (70000, 8192)]:
         check_lossy(rng, wire, dtype, n, block, seed=seed)
+
+
+@pytest.mark.parametrize("wire", ["identity", *reference.LOSSY_WIRES])
+def test_without_a_batch(rng, wire):
+    buffer, other = numbers(rng, (3, 1003), "float32"), numbers(rng, (3, 1003), "float32")
+    row, batch, how = np.array(2, np.int32), np.array([2], np.int32), {"wire": wire, "block": 64}
+    message = encode(other, row, **how)
+    one = message[None]
+    reference.assert_bitwise(one, np.asarray(encode(other[None], batch, **how)))
+    calls = [(reduce, how), (decode, how)]
+    if wire != "identity":
+        calls.append((reduce, how | {"value": True}))
+    for call, how in calls:
+        got = call(message, buffer, row, **how)
+        reference.assert_bitwise(got[None], np.asarray(call(one, buffer[None], batch, **how)))
 
 
 def test_a_large_batch_of_small_rows(rng):

@@ -48,8 +48,10 @@ def test_in_order_with_producers_and_consumers():
 
 GRAPH = """
     import jax, jax.numpy as jnp, numpy as np
+    import jax_ring
     import kernel_reference as reference
     from gpu.calls import decode, encode, reduce
+    from gpu.test_programs import over_ranks
 
     how = {"wire": "int8", "block": 64}
     n = 4096
@@ -72,7 +74,15 @@ GRAPH = """
         want = buffer - 1
         want[0, i % 3] = reference.decoded("int8", reference.encoded("int8", total, 64), n, 64)
         reference.assert_bitwise(got, want * 2)
-    print("100 replays")
+
+    def psum(x):
+        return jax_ring.psum(x, "i", wire="int8")
+
+    native, plain = (over_ranks(psum, reducer, (4, n), "float32") for reducer in ("native", "xla"))
+    for _ in range(20):
+        x = rng.normal(size=(4, n)).astype(np.float32)
+        reference.assert_bitwise(native(x), np.asarray(plain(x)))
+    print("120 replays")
 """
 GRAPH_FLAGS = "--xla_gpu_enable_command_buffer=FUSION,CUSTOM_CALL --xla_gpu_graph_min_graph_size=1"
 
@@ -82,35 +92,49 @@ def test_replayed_in_cuda_graphs():
         "XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} {GRAPH_FLAGS}",
         "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
     }
-    code = "import jax_ring\n" + textwrap.dedent(GRAPH)
     done = subprocess.run(
-        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=300
+        [sys.executable, "-c", textwrap.dedent(GRAPH)],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
     )
-    assert done.stdout == "100 replays\n", done.stderr
+    assert done.stdout == "120 replays\n", done.stderr
 
 
-@pytest.mark.parametrize(("ranks", "dtype"), [(4, "float32"), (5, "bfloat16")])
+def over_ranks(f, reducer, shape, dtype):
+    """Compiles f for one GPU with all ranks on it: the rows of a vmapped axis."""
+    with jax_ring.config(reducer=reducer):
+        mapped = jax.jit(jax.vmap(f, axis_name="i"))
+        compiled = mapped.lower(jax.ShapeDtypeStruct(shape, dtype)).compile()
+    assert ("jax_ring_chunk_reduce" in compiled.as_text()) == (reducer == "native")
+    return compiled
+
+
+def check_that_of_plain_jax(f, x):
+    native, plain = (over_ranks(f, reducer, x.shape, x.dtype) for reducer in ("native", "xla"))
+    reference.assert_bitwise(native(x), np.asarray(plain(x)))
+
+
+@pytest.mark.parametrize("algorithm", ["ring", "direct"])
 @pytest.mark.parametrize("wire", reference.LOSSY_WIRES)
-def test_a_whole_collective_is_that_of_plain_jax(wire, dtype, ranks):
-    """All ranks on one GPU: the ranks are a vmapped axis."""
-    x = np.random.default_rng(0).normal(size=(ranks, 12345)).astype(dtype)
-
-    def psum(reducer):
-        with jax_ring.config(reducer=reducer):
-            f = jax.vmap(lambda x: jax_ring.psum(x, "i", wire=wire), axis_name="i")
-            return np.asarray(jax.jit(f)(x))
-
-    reference.assert_bitwise(psum("native"), psum("xla"))
+def test_a_whole_collective_is_that_of_plain_jax(rng, wire, algorithm):
+    ranks, dtype = (4, "float32") if algorithm == "ring" else (5, "bfloat16")
+    x = rng.normal(size=(ranks, 12345)).astype(dtype)
+    check_that_of_plain_jax(lambda x: jax_ring.psum(x, "i", wire=wire, algorithm=algorithm), x)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8", "float8_e5m2"])
+@pytest.mark.parametrize("wire", ["bfloat16", "int8"])
+def test_its_halves_are_too(rng, wire):
+    def halves(x):
+        scattered = jax_ring.psum_scatter(x, "i", tiled=True, wire=wire)
+        return jax_ring.all_gather(scattered, "i", tiled=True, wire=wire)
+
+    check_that_of_plain_jax(halves, rng.normal(size=(4, 4 * 1003)).astype(np.float32))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8", "uint32"])
 @pytest.mark.parametrize("op", ["psum", "pmax", "pmin"])
-def test_a_whole_collective_without_a_wire(op, dtype):
-    x = (np.random.default_rng(0).normal(size=(5, 12345)) * 8).astype(dtype)
-
-    def collective(reducer):
-        with jax_ring.config(reducer=reducer):
-            f = jax.vmap(lambda x: getattr(jax_ring, op)(x, "i"), axis_name="i")
-            return np.asarray(jax.jit(f)(x))
-
-    reference.assert_bitwise(collective("native"), collective("xla"))
+def test_a_whole_collective_without_a_wire(rng, op, dtype):
+    x = (rng.normal(size=(5, 12345)) * 8).astype(dtype)
+    check_that_of_plain_jax(lambda x: getattr(jax_ring, op)(x, "i"), x)
