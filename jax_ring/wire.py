@@ -5,12 +5,12 @@ Every collective takes `wire=`: None (as it is), a name, or a `WireFormat`.
 | name            | bytes for n float32 (block 256)     | a rounding error is at most     |
 |-----------------|-------------------------------------|---------------------------------|
 | None            | 4 n                                 | 0                               |
-| "bfloat16"      | 2 n                                 | 2^-9 of the value               |
-| "float16"       | 2 n                                 | 2^-12 of it; range 6e-8 to 65504|
+| "bfloat16"      | 2 n                                 | 2^-8 of the value               |
+| "float16"       | 2 n                                 | 2^-11 of it, 2^-25; up to 65504 |
 | "float8_e4m3fn" | n + 2 ceil(n/256)                   | 2^-4 of it, 2^-18 of the block  |
 | "float8_e5m2"   | n + 2 ceil(n/256)                   | 2^-3 of it                      |
 | "int8"          | n + 2 ceil(n/256)                   | 1/252 of the block's largest    |
-| "int4"          | n/2 + 2 ceil(n/256)                 | 1/14 of the block's largest     |
+| "int4"          | n/2 + 2 ceil(n/256)                 | 1/13.8 of the block's largest   |
 
 Sums are taken in float32 whatever the wire. What travels is always an array of integers, so that no
 compiler pass can widen it.
@@ -32,6 +32,7 @@ where -0 may become +0. Finite values beyond 65504 become infinite on a float16 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import operator
 from typing import Any, Literal, Protocol, runtime_checkable
 
@@ -505,7 +506,7 @@ def get(wire: str | WireFormat | None) -> WireFormat | None:
       The format, or None.
 
     Raises:
-      ValueError: for a name that there is not.
+      ValueError: for a name that there is not, and a format whose functions do not fit together.
       TypeError: for what is no format.
 
     Example:
@@ -531,4 +532,31 @@ def get(wire: str | WireFormat | None) -> WireFormat | None:
             f"wire must be hashable, since it becomes part of the program, got {wire!r}; a frozen "
             "dataclass is"
         ) from None
+    if not isinstance(wire, (Cast, Blocks, _Apart)):
+        _check(wire)
     return wire
+
+
+@functools.lru_cache(maxsize=256)
+def _check(wire: WireFormat) -> None:
+    """Tries a format of someone else's on shapes."""
+    rows, n = 2, 6
+    message = jax.eval_shape(wire.encode, jax.ShapeDtypeStruct((rows, n), jnp.float32))
+    leaves = jax.tree.leaves(message)
+    if not leaves or any(leaf.shape[:1] != (rows,) for leaf in leaves):
+        raise ValueError(
+            f"wire={wire.name!r}: encode must keep the leading dimensions of float32[{rows}, {n}] "
+            f"in each array of its message, got {[str(leaf) for leaf in leaves]}"
+        )
+    size = sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
+    if size != rows * wire.nbytes(n):
+        raise ValueError(
+            f"wire={wire.name!r}: nbytes({n}) must be the bytes that encode makes of {n} values, "
+            f"{size / rows:g}, got {wire.nbytes(n)}"
+        )
+    value = jax.eval_shape(lambda message: wire.decode(message, n), message)
+    if getattr(value, "shape", None) != (rows, n) or value.dtype != jnp.float32:
+        raise ValueError(
+            f"wire={wire.name!r}: decode must give float32[{rows}, {n}] for the message of as many "
+            f"values, got {value}"
+        )

@@ -346,7 +346,7 @@ def test_a_compilation_that_fails_gives_a_wheel_without_it(tmp_path):
     source.mkdir()
     for name in ("pyproject.toml", "CMakeLists.txt", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source)
-    for name in ("jax_ring", "cc"):
+    for name in ("jax_ring", "cc", "cmake"):
         shutil.copytree(ROOT / name, source / name)
     (source / "cc" / "module.cc").write_text('#error "broken"\n')
     wheel = build_wheel(source, tmp_path / "wheel")
