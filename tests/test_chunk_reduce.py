@@ -427,7 +427,7 @@ STEPS = textwrap.dedent("""
 """)
 
 
-@pytest.mark.parametrize("cores", ["all", "one"])
+@pytest.mark.parametrize("cores", ["all", pytest.param("one", marks=pytest.mark.slow)])
 def test_steps_that_are_not_awaited(cores):
     """In a process of its own, so that a deadlock fails; also with one core for eight devices."""
     if cores == "one" and shutil.which("taskset") is None:

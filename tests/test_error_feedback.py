@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 import jax_ring
 from jax_ring import error_feedback, wire
 
-N = 8
+N = 4
 
 
 def gradients(steps, ranks=N, seed=0):
@@ -44,8 +44,10 @@ def zeros_like(x):
     return error_feedback.init(jax.tree.map(lambda leaf: leaf[0], x))
 
 
-@pytest.mark.parametrize("algorithm", ["direct", "ring"])
-@pytest.mark.parametrize("name", ["bfloat16", "float8_e5m2", "int8", "int4"])
+@pytest.mark.parametrize(
+    ("name", "algorithm"),
+    [("bfloat16", "direct"), ("float8_e5m2", "ring"), ("int8", "direct"), ("int4", "ring")],
+)
 def test_what_all_steps_lack_is_the_mean_of_the_residuals(name, algorithm):
     x = gradients(20)
     means, residual = over_steps(name, algorithm)(x, zeros_like(x))
@@ -62,7 +64,7 @@ def test_sums_lack_the_sum_of_the_residuals():
         np.testing.assert_allclose(total, exact.astype(np.float64).sum((0, 1)), atol=1e-3)
 
 
-@pytest.mark.parametrize("name", ["int8", "int4"])
+@pytest.mark.parametrize("name", ["int4", pytest.param("int8", marks=pytest.mark.slow)])
 def test_the_error_of_many_steps_is_that_of_one(name):
     steps = 100
     x = jax.tree.map(lambda leaf: np.repeat(leaf, steps, 0), gradients(1))
@@ -92,7 +94,7 @@ def test_a_step_of_zeros_first_then_data():
 def test_a_bad_step_does_not_stay():
     x = gradients(8)
     x["a"][3, 2, 7] = np.nan
-    x["b"][3, 5, 1, 1] = np.inf
+    x["b"][3, 3, 1, 1] = np.inf
     means, residual = over_steps("int8")(x, zeros_like(x))
     assert np.isnan(means["a"][3]).any()
     assert not np.isfinite(means["b"][3]).all()
@@ -141,7 +143,7 @@ def through(kind, folder, residual):
     return restored
 
 
-@pytest.mark.parametrize("ranks", [4, 2])
+@pytest.mark.parametrize("ranks", [2, pytest.param(8, marks=pytest.mark.slow)])
 def test_another_number_of_ranks(ranks):
     """The identity holds over both parts of a run."""
     before, after = gradients(5), gradients(5, ranks, seed=1)
@@ -166,7 +168,7 @@ def test_leaves_are_kept_apart():
 
 def test_narrow_leaves_keep_wide_residuals():
     x = np.ones((N, 40), jnp.bfloat16)
-    f = jax.vmap(lambda v, e: error_feedback.psum(v, e, "x", wire="int8"), axis_name="x")
+    f = jax.jit(jax.vmap(lambda v, e: error_feedback.psum(v, e, "x", wire="int8"), axis_name="x"))
     total, residual = f(x, error_feedback.init(x))
     assert (total.dtype, residual.dtype) == (jnp.bfloat16, jnp.float32)
 

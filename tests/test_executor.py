@@ -201,7 +201,9 @@ def test_the_program_for_512_ranks_is_not_larger_than_twice_that_for_32(collecti
 
 
 @pytest.mark.parametrize("n", [2, 4, 7, 8])
-@pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16])
+@pytest.mark.parametrize(
+    "dtype", [np.float32, pytest.param(ml_dtypes.bfloat16, marks=pytest.mark.slow)]
+)
 def test_loops_give_the_bits_of_the_unrolled_form(n, dtype):
     x = np.random.default_rng(0).normal(size=(n, 5 * n + 1)).astype(dtype)
     even = x[:, : 4 * n]
@@ -285,7 +287,7 @@ def test_schedules_unlike_the_ring(make, n):
 
 
 @pytest.mark.parametrize("make", ALL_REDUCES)
-@pytest.mark.parametrize("n", [2, 4, 16])
+@pytest.mark.parametrize("n", [2, 4, pytest.param(16, marks=pytest.mark.slow)])
 def test_schedules_unlike_the_ring_over_a_vmapped_axis(make, n):
     x = integers((n, 3 * n + 1), np.float32) + 1
     for op, numpy in (("sum", np.sum), ("max", np.max), ("min", np.min)):

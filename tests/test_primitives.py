@@ -224,7 +224,9 @@ def test_derivatives_without_automatic_casts():
 
 
 @BOTH_MODES
-@pytest.mark.parametrize("transform", ["grad", "jvp", "linearize", "hessian"])
+@pytest.mark.parametrize(
+    "transform", ["grad", "jvp", "linearize", pytest.param("hessian", marks=pytest.mark.slow)]
+)
 def test_derivatives_are_those_of_lax(transform, check_vma):
     """To the bit where a collective is a sum of whole numbers; else to rounding."""
     names = list(losses())
@@ -541,6 +543,7 @@ def test_groups_over_a_vmapped_axis():  # which lax refuses
         assert same_bits(mapped, real)
 
 
+@pytest.mark.slow
 def test_two_vmapped_axes():
     x = integers((2, 4, 8), np.float32)
 
