@@ -71,6 +71,9 @@ def measure(ranks: int, size: int, cases: list[Case], rounds: int) -> dict[Case,
 
 def main(
     wires: Annotated[list[str] | None, typer.Argument(help="wires; by default all")] = None,
+    algorithms: Annotated[
+        list[str] | None, typer.Option("--algorithm", help="algorithms; by default all")
+    ] = None,
     ranks: Annotated[int, typer.Option(help="devices", min=2, max=DEVICES)] = DEVICES,
     most: Annotated[int, typer.Option(help="MiB on each device, at most")] = 64,
     rounds: Annotated[int, typer.Option(help="how often each is timed")] = 9,
@@ -84,7 +87,7 @@ def main(
     cases = [
         (algorithm, wire, reducer)
         for wire in wires or ["none", *jax_ring.wire.NAMES]
-        for algorithm in ALGORITHMS
+        for algorithm in algorithms or ALGORITHMS
         for reducer in reducers
     ]
     sizes = [size for size in SIZES if size <= most << 20]
