@@ -34,7 +34,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import operator
-from typing import Any, Literal, Protocol, runtime_checkable
+from typing import Any, Literal, Protocol, cast, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -533,7 +533,7 @@ def get(wire: str | WireFormat | None) -> WireFormat | None:
             "dataclass is"
         ) from None
     if not isinstance(wire, (Cast, Blocks, _Apart)):
-        _check(wire)
+        _check(cast(Any, wire))  # A Protocol is not Hashable to mypy.
     return wire
 
 
