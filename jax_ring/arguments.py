@@ -21,6 +21,7 @@ from jax import lax
 from jax_ring import _compat, primitives, wire
 from jax_ring.config import ALGORITHMS, current
 from jax_ring.executor import Array, Communicator, Groups
+from jax_ring.plan import plan
 from jax_ring.primitives import MAX, MIN, PROD, SUM, Axes, Method, Reduction
 from jax_ring.schedules import Kind, Schedule, hierarchical, verify
 from jax_ring.schedules.families import names
@@ -106,7 +107,19 @@ def parse(
         )
     settings = current()
     method = Method(chosen, settings.unroll, form, settings.reducer)
+    if key is not None and kind is Kind.ALL_REDUCE and axes:
+        _check_rounds_once(name, method, ranks)
     return Call(name, axes, size, groups, reduction, mean, method, wanted, key, kind)
+
+
+def _check_rounds_once(name: str, method: Method, ranks: set[int]) -> None:
+    """Where several ranks make the same sum, each would round it at random in a way of its own."""
+    if any(plan(method.schedule(Kind.ALL_REDUCE, n)).redundant for n in ranks):
+        raise ValueError(
+            f"{name}: algorithm={method.algorithm!r} makes a sum on several ranks, which a wire "
+            "with a key would round differently on each; 'direct', 'ring' and 'halving_doubling' "
+            "make it on one"
+        )
 
 
 def _wire(name: str, requested: Wire, x: Any) -> tuple[WireFormat | None, Any]:
@@ -334,6 +347,8 @@ def partial_dtype(call: Call, dtype: Any, *, mean: bool) -> Any:
     `reduce_dtype` speaks of the leaves of its kind; counters beside float gradients keep theirs.
     """
     wanted = call.reduce_dtype
+    if call.method.wire is not None and _kind(dtype) == "floating":
+        return jnp.dtype(jnp.float32)
     if wanted is None or _kind(wanted) != _kind(dtype):
         default = primitives.default_reduce_dtype(dtype, mean=mean)
         narrow = _kind(dtype) == "floating" and default.itemsize < 4

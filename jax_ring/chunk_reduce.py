@@ -51,7 +51,7 @@ class Codec:
 
     Attributes:
       wire: the format; None for chunks as they are.
-      op: a name in `OPS`, or the name of a custom function.
+      op: a name in `OPS`, or "custom".
       combine: the function of two arrays.
       reducer: "auto", "native" or "xla".
       factor: what finished sums are multiplied by before they are written.
@@ -148,7 +148,7 @@ class Codec:
             return False
         if self.wire is None:
             return self.reducer == "native" and takes(self.op, buffer.dtype)
-        lossy = isinstance(self.wire, (Cast, Blocks)) and self.op == "sum"
+        lossy = type(self.wire) in (Cast, Blocks) and self.op == "sum"
         return lossy and buffer.dtype in (jnp.float32, jnp.bfloat16)
 
     def _bind(self, primitive: Any, operands: Any, seed: Array | None, **params: Any) -> Array:
@@ -350,7 +350,7 @@ def _wanted(platform: str, *avals: Any, wire: Any, reducer: str, **_: Any) -> bo
 
 
 def prefers_native(platform: str, wire: WireFormat | None) -> bool:
-    """What `JAX_RING_REDUCER=auto` picks: on CPU, what was measured to be faster.
+    """What `JAX_RING_REDUCER=auto` picks: on CPU, what was measured to be faster for large buffers.
 
     By `benchmarks/chunk_reduce.py` and, for whole collectives, `benchmarks/collectives.py`; see
     docs/benchmarks.md. Without a wire XLA's own sum is as fast and needs no call. On GPUs nothing

@@ -6,6 +6,7 @@
 | JAX_RING_REDUCER   | auto, native, xla | auto    | what does the work on chunks                |
 | JAX_RING_UNROLL    | 1 or more | 32      | longer runs of like steps become a loop             |
 | JAX_RING_NATIVE    | 0, 1      | 1       | 0: neither build (at install) nor load native code  |
+| JAX_RING_CUDA      | 0, 1      | 0       | 1: also build the CUDA kernels (at install only)    |
 
 Settings are read while a function is traced; what is compiled already does not change.
 """

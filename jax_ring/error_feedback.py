@@ -194,10 +194,12 @@ def _check(call: Call, x: Any, residual: Any) -> None:
     if call.axes:
         schedule = call.method.schedule(Kind.ALL_REDUCE, call.size)
         state = plan(schedule)
-        if state.redundant or state.reencodes:
+        alone = any(len(step.perm) < schedule.ranks for step in schedule.steps)
+        if state.redundant or state.reencodes or alone:
             raise ValueError(
-                f"{call.name}: algorithm={schedule!r} completes a sum on several ranks or encodes "
-                "it more than once, so that no rank knows what was lost; 'direct' and 'ring' do not"
+                f"{call.name}: algorithm={schedule!r} completes a sum on several ranks, encodes it "
+                "more than once or leaves ranks out of a step, so that it is not known what was "
+                "lost where; 'direct' and 'ring' do not"
             )
     wanted: Any = jax.tree.structure(x)
     if wanted != jax.tree.structure(residual):

@@ -699,7 +699,7 @@ def wired_all_reduce(
     bare = _one_call_a_step(schedule, codec, rows)
     state = plan(schedule)
     dtype = rows.dtype
-    if codec.wire is not None and state.widened:
+    if codec.wire is not None and (state.widened or state.reencodes):
         rows = rows.astype(jnp.float32)
 
     def execution(part: Schedule) -> _Wired:
@@ -710,7 +710,8 @@ def wired_all_reduce(
     if state.reencodes and codec.wire is not None:
         first = execution(_part(schedule, Op.REDUCE))
         sums, _ = first.run(rows, None, unroll)
-        sums = sums * jnp.float32(codec.factor) if codec.factor != 1.0 else sums
+        if first.plan.widened:
+            sums = _finished(sums, codec, finish)
         result = _gathered_messages(_part(schedule, Op.COPY), sums, first, unroll)
     else:
         run = execution(schedule)

@@ -31,7 +31,7 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from jax_ring import _compat, executor, layout
-from jax_ring.chunk_reduce import Codec, takes
+from jax_ring.chunk_reduce import OPS, Codec, takes
 from jax_ring.executor import Array, Communicator, Groups
 from jax_ring.plan import plan
 from jax_ring.schedules import Kind, Schedule
@@ -54,6 +54,11 @@ class Reduction:
     name: str
     combine: Callable[[Array, Array], Array]
     identity: Any = 0
+
+    @property
+    def operation(self) -> str:
+        """Which of the operations that kernels know it is; a function of any name is none."""
+        return self.name if OPS.get(self.name) is self.combine else "custom"
 
 
 SUM = Reduction("sum", lax.add)
@@ -136,7 +141,7 @@ class Method:
 
     def codec(self, reduction: Reduction, factor: float) -> Codec:
         """How the chunks are written, reduced and read."""
-        return Codec(self.wire, reduction.name, reduction.combine, self.reducer, factor)
+        return Codec(self.wire, reduction.operation, reduction.combine, self.reducer, factor)
 
 
 def _arithmetic(
@@ -185,7 +190,7 @@ def _all_reduce(
     for comm in _communicators(axes, groups, emulated):
         if comm.size == 1 or x.size == 0:
             continue
-        if method.wired(reduction.name, x.dtype, reduce_dtype):
+        if method.wired(reduction.operation, x.dtype, reduce_dtype):
             reduced, _ = _wired_all_reduce(
                 x, *seed, comm=comm, reduction=reduction, mean=mean, method=method
             )
@@ -370,16 +375,14 @@ def _all_reduce_rows(
         local = x * jnp.asarray(axis_data.size, x.dtype) if summed else x
         return over_rest(local), None
 
-    def over_rows(rows: Array) -> Array:
-        here = (axis_data.name,)
-        reduced = _emulate(
-            lambda v: _all_reduce(v, *seed, axes=here, emulated=True, **params), rows, axis_data
-        )
+    def over_rows(rows: Array, **method: Method) -> Array:
+        how = {**params, **method, "axes": (axis_data.name,)}
+        reduced = _emulate(lambda v: _all_reduce(v, *seed, emulated=True, **how), rows, axis_data)
         return reduced[0] if groups is None else reduced
 
     rows = _rows(x, d, axis_data)
     if reduction == SUM:
-        y = over_rest(over_rows(rows))
+        y = over_rest(_linear(over_rows, params["method"])(rows))
     elif reduction in (MAX, MIN) and groups is None:
         # Ties are shared among all ranks at once, not axis by axis.
         tangent = functools.partial(_extremum_tangent, axes=rest, **params)
@@ -420,6 +423,17 @@ def _with_tangent(
 
     result: Callable[[Array], Array] = g
     return result
+
+
+def _linear(f: Callable[..., Array], method: Method) -> Callable[[Array], Array]:
+    """A collective that is linear, over rows, with the derivative of what it is without rounding.
+
+    The arithmetic of a wire on bits has none, nor have custom calls.
+    """
+    if method.wire is None and method.reducer != "native":
+        return f
+    plain = dataclasses.replace(method.for_others(), wire=None, reducer="xla")
+    return _with_tangent(f, lambda rows, y, t: f(t, method=plain))
 
 
 def _reduced_rows(rows: Array, reduction: Reduction, groups: Groups | None) -> Array:
@@ -562,7 +576,7 @@ def _reduce_scatter(
         tiled, x = False, _blocks(x, dimension, size)
     schedule = method.schedule(Kind.REDUCE_SCATTER, size)
     label = f"jax_ring.reduce_scatter/{schedule.name}"
-    if method.wired(reduction.name, x.dtype, reduce_dtype):
+    if method.wired(reduction.operation, x.dtype, reduce_dtype):
         chunks = _blocks(x, dimension, size) if tiled else x
         blocks = layout.Rows(chunks.shape, dimension, layout.left_to_compiler() == 1)
         rows = blocks.divide(chunks)
@@ -677,17 +691,16 @@ def _reduce_scatter_batch(
         wide = rows.astype(params["reduce_dtype"])
         return _scatter_in_turn(axis_data, wide, *seed, **params).astype(x.dtype), 0
 
-    def scatter(rows: Array) -> Array:
-        return _emulate(
-            lambda v: _reduce_scatter(v, *seed, emulated=True, **params), rows, axis_data
-        )
+    def scatter(rows: Array, **method: Method) -> Array:
+        how = {**params, **method}
+        return _emulate(lambda v: _reduce_scatter(v, *seed, emulated=True, **how), rows, axis_data)
 
     def tangent(rows: Array, y: Array, t: Array) -> Array:
         del y
         return _tangent_of(lambda v: _scattered_rows(v, **params), rows, t)
 
     if params["reduction"] == SUM:
-        return scatter(rows), 0
+        return _linear(scatter, params["method"])(rows), 0
     return _with_tangent(scatter, tangent)(rows), 0
 
 
@@ -864,7 +877,12 @@ def _all_gather_batch(
     rows = _rows(x, d, axis_data)
     if _without(axis_data.name, axes, params["groups"]):
         return _gather_in_turn(axis_data, rows, *seed, **params), None
-    result = _emulate(lambda v: _all_gather(v, *seed, emulated=True, **params), rows, axis_data)
+
+    def gather(rows: Array, **method: Method) -> Array:
+        how = {**params, **method}
+        return _emulate(lambda v: _all_gather(v, *seed, emulated=True, **how), rows, axis_data)
+
+    result = _linear(gather, params["method"])(rows)
     return (result[0], None) if params["groups"] is None else (result, 0)
 
 

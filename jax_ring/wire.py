@@ -18,11 +18,12 @@ compiler pass can widen it.
 8-bit floats are scaled by blocks like the integers: gradients are far smaller than the range of a
 bare float8_e4m3fn, whose least value is 0.002.
 
-The scale of a block is one bfloat16. It has float32's range, so that no finite block overflows;
+The scale of a block is one bfloat16. It has float32's range, so that blocks of any size have one;
 its 8 bits times the 8 of a value are exact in float32, so that decoding does not round and gives
 the same bits with and without fused multiply-add; and it costs 0.8% of an int8 message where a
 float32 would cost 1.6%. A power of two would cost 0.4%, but would lose up to one bit of each value.
-It is rounded up, so that the largest value of a block never overflows.
+It is rounded up, so that no value is beyond the range of the elements; what is within 1% of the
+largest float32 may be read as infinite.
 
 Special values: a NaN or an infinity makes its whole block NaN in the block formats; in the others
 it stays what it is. A block of zeros is exact. Subnormal values become zero in the block formats,
@@ -281,6 +282,8 @@ class Blocks:
         if block < 1 or (self.element == "int4" and block % 2):
             kind = "an even integer of at least 2" if self.element == "int4" else "at least 1"
             raise ValueError(f"wire.Blocks: block must be {kind}, got {block}")
+        if block >= 1 << 62:
+            raise ValueError(f"wire.Blocks: block must be less than 2**62, got {block}")
         object.__setattr__(self, "block", block)
         object.__setattr__(self, "stochastic", self.stochastic or self.key is not None)
         if self.stochastic and not self._integral:
@@ -361,7 +364,7 @@ class Blocks:
 
     def _in_blocks(self, values: Array, n: int) -> Array:
         """[..., n] to [..., blocks, block], filled up with zeros."""
-        size = min(self.block, n)  # A block need not be longer than all there is.
+        size = max(1, min(self.block, n))  # A block need not be longer than all there is.
         missing = -n % size
         if missing:
             padding = [(0, 0, 0)] * (values.ndim - 1) + [(0, missing, 0)]
@@ -532,7 +535,7 @@ def get(wire: str | WireFormat | None) -> WireFormat | None:
             f"wire must be hashable, since it becomes part of the program, got {wire!r}; a frozen "
             "dataclass is"
         ) from None
-    if not isinstance(wire, (Cast, Blocks, _Apart)):
+    if type(wire) not in (Cast, Blocks, _Apart):
         _check(cast(Any, wire))  # A Protocol is not Hashable to mypy.
     return wire
 

@@ -17,6 +17,7 @@ from kernel_reference import BLOCK_WIRES, assert_bitwise, decoded, encoded, mess
 
 import jax_ring
 from jax_ring import wire
+from jax_ring.schedules import FAMILIES, hierarchical
 
 N = 8
 BITS = {"bfloat16": "u16", "float16": "u16", "int8": "s8"}
@@ -279,6 +280,50 @@ def test_direct_rounds_bfloat16_once_without_a_wire():
     assert hlo.permutes == [("u16", 8)] * 14
 
 
+HIERARCHY = "hierarchical"
+
+
+@pytest.mark.parametrize("n", [3, 4])
+@pytest.mark.parametrize("algorithm", [*FAMILIES, HIERARCHY])
+def test_every_algorithm_over_wires(algorithm, n):
+    chosen = (
+        hierarchical(2, 2, "ring", "recursive_doubling") if algorithm == HIERARCHY else algorithm
+    )
+    if algorithm == HIERARCHY and n == 3:
+        pytest.skip("of 2 x 2 ranks")
+    x = data(101, ranks=n)
+
+    def f(v):
+        how = {"axis_name": "x", "algorithm": chosen}
+        sums = {
+            name: (jax_ring.psum(v, wire=name, **how), jax_ring.pmean(v, wire=name, **how))
+            for name in ("bfloat16", "int8")
+        }
+        return sums, jax_ring.pmean(v.astype(jnp.bfloat16), wire="float16", **how)
+
+    sums, narrow = per_rank(f, n, x, check_vma=False)
+    for total, mean in sums.values():
+        assert all(same_bits(row, total[0]) for row in total)
+        assert all(same_bits(row, mean[0]) for row in mean)
+        assert near(total[0], x.sum(0))
+        assert near(mean[0], x.mean(0))
+    assert all(same_bits(row, narrow[0]) for row in narrow)
+    assert near(narrow[0], x.mean(0), 0.01)
+
+
+def test_a_function_is_what_it_does_and_not_what_it_is_called():
+    def sum(a, b):
+        return jnp.maximum(a, b)
+
+    x = np.array([[1.0, 2.0], [3.0, 4.0]], np.float32)
+    for how in ({"wire": "bfloat16"}, {}):
+        for reducer in ("auto", "native", "xla"):
+            with jax_ring.config(reducer=reducer):
+                f = functools.partial(jax_ring.all_reduce, op=sum, identity=-jnp.inf, **how)
+                largest = jax.vmap(lambda v, f=f: f(v, "i"), axis_name="i")(x)
+            np.testing.assert_array_equal(largest[0], [3, 4])
+
+
 # --- rounding at random ---------------------------------------------------------------------------
 
 
@@ -396,6 +441,27 @@ def test_gradients(check_vma):
     assert near(gradients("int8"), gradients(None), 0.05)
 
 
+@pytest.mark.parametrize("reducer", ["auto", "native", "xla"])
+def test_gradients_over_a_vmapped_axis(reducer):
+    x, c = data(12, ranks=3), data(12, 1, ranks=3)
+
+    def gradients(form, reducer):
+        def loss(x):
+            def rank(v, w):
+                total = jax_ring.psum(v, "i", wire=form)
+                part = jax_ring.psum_scatter(v, "i", tiled=True, wire=form)
+                rows = jax_ring.all_gather(v, "i", wire=form)
+                return (total * w).sum() + part.sum() * w[0] + (rows * w).sum()
+
+            return jax.vmap(rank, axis_name="i")(x, c).sum()
+
+        with jax_ring.config(reducer=reducer):
+            return jax.grad(loss)(x)
+
+    assert near(gradients("int8", reducer), gradients(None, "xla"), 1e-5)
+    assert near(gradients(None, reducer), gradients(None, "xla"), 1e-5)
+
+
 # --- formats of one's own -------------------------------------------------------------------------
 
 
@@ -434,6 +500,18 @@ def test_a_message_of_two_arrays():
         assert all(same_bits(row, out[how][0]) for row in out[how])
     assert near(out["scattered"], x.sum(0).reshape(4, 25), 1e-4)
     assert near(out["gathered"], np.tile(x, (4, 1, 1)), 1e-4)
+
+
+@dataclasses.dataclass(frozen=True)
+class Ones(wire.Blocks):
+    """A format of the library, changed: it must not be taken for that by native code."""
+
+    def encode(self, values, seed=None):
+        return super().encode(jnp.ones_like(values), seed)
+
+
+def test_a_changed_format_is_not_the_original():
+    np.testing.assert_allclose(sum_over(Ones("int8"), data(8, ranks=4)), 1, rtol=0.01)
 
 
 class Unhashable(Halves):
@@ -505,6 +583,7 @@ def test_bad_formats(form, error, message):
         (lambda: wire.Cast("float32"), ValueError, "name must be 'bfloat16' or 'float16', got"),
         (lambda: wire.Blocks("int2"), ValueError, "element must be one of .*got 'int2'"),
         (lambda: wire.Blocks("int8", 0), ValueError, "block must be at least 1, got 0"),
+        (lambda: wire.Blocks("int8", 1 << 70), ValueError, "block must be less than 2..62, got"),
         (lambda: wire.Blocks("int8", 1.5), TypeError, "block must be an integer, got 1.5"),
         (lambda: wire.Blocks("int4", 3), ValueError, "block must be an even integer .*got 3"),
         (
@@ -530,6 +609,13 @@ def test_what_a_wire_does_not_take():
         jax.vmap(lambda v: jax_ring.psum(v, "x", wire="int8", algorithm="xla"), axis_name="x")(
             data(8)
         )
+
+
+def test_one_sum_on_many_ranks_is_not_rounded_at_random():
+    form = wire.Blocks("int8", key=jax.random.key(0))
+    f = functools.partial(jax_ring.psum, axis_name="x", wire=form)
+    with pytest.raises(ValueError, match="'recursive_doubling' makes a sum on several ranks"):
+        jax.vmap(functools.partial(f, algorithm="recursive_doubling"), axis_name="x")(data(8))
 
 
 def test_equal_formats_are_one_program():
