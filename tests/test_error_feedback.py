@@ -46,7 +46,12 @@ def zeros_like(x):
 
 @pytest.mark.parametrize(
     ("name", "algorithm"),
-    [("bfloat16", "direct"), ("float8_e5m2", "ring"), ("int8", "direct"), ("int4", "ring")],
+    [
+        ("int8", "direct"),
+        ("int4", "ring"),
+        pytest.param("bfloat16", "direct", marks=pytest.mark.slow),
+        pytest.param("float8_e5m2", "ring", marks=pytest.mark.slow),
+    ],
 )
 def test_what_all_steps_lack_is_the_mean_of_the_residuals(name, algorithm):
     x = gradients(20)
@@ -157,6 +162,7 @@ def test_another_number_of_ranks(ranks):
         np.testing.assert_allclose(got + lacking, exact, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_leaves_are_kept_apart():
     """What a leaf loses does not depend on what else is in the tree."""
     x = gradients(3)

@@ -225,7 +225,8 @@ def test_derivatives_without_automatic_casts():
 
 @BOTH_MODES
 @pytest.mark.parametrize(
-    "transform", ["grad", "jvp", "linearize", pytest.param("hessian", marks=pytest.mark.slow)]
+    "transform",
+    ["grad", "jvp", *(pytest.param(t, marks=pytest.mark.slow) for t in ("linearize", "hessian"))],
 )
 def test_derivatives_are_those_of_lax(transform, check_vma):
     """To the bit where a collective is a sum of whole numbers; else to rounding."""
@@ -283,7 +284,7 @@ def test_numerical_derivatives():
             check_grads(functools.partial(f, name=name), (x,), order=2, modes=("fwd", "rev"))
 
 
-@pytest.mark.parametrize("op", ["max", "min", "prod"])
+@pytest.mark.parametrize("op", ["max", "prod", pytest.param("min", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("collective", ["all_reduce", "reduce_scatter"])
 def test_derivatives_that_lax_does_not_have(op, collective):
     local = {"max": jnp.max, "min": jnp.min, "prod": jnp.prod}[op]
@@ -310,7 +311,7 @@ def test_derivatives_that_lax_does_not_have(op, collective):
     )
 
 
-@pytest.mark.parametrize("op", ["max", "min", "prod"])
+@pytest.mark.parametrize("op", ["max", "prod", pytest.param("min", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("collective", ["all_reduce", "reduce_scatter"])
 def test_derivatives_over_a_vmapped_axis(op, collective):
     local = {"max": jnp.max, "min": jnp.min, "prod": jnp.prod}[op]

@@ -136,7 +136,7 @@ def round_trip(name, block=256):
 
 
 @pytest.mark.parametrize("name", wire.NAMES)
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=10, deadline=None)
 @given(seed=st.integers(0, 2**32 - 1), largest=st.floats(1.0, 2.0), size=st.integers(-13, 14))
 def test_no_error_is_larger_than_documented(name, seed, largest, size):
     x = np.random.default_rng(seed).uniform(-1, 1, 512)
@@ -283,7 +283,7 @@ def test_direct_rounds_bfloat16_once_without_a_wire():
 HIERARCHY = "hierarchical"
 
 
-@pytest.mark.parametrize("n", [3, 4])
+@pytest.mark.parametrize("n", [4, pytest.param(3, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("algorithm", [*FAMILIES, HIERARCHY])
 def test_every_algorithm_over_wires(algorithm, n):
     chosen = (
