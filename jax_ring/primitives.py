@@ -433,7 +433,7 @@ def _linear(f: Callable[..., Array], method: Method) -> Callable[[Array], Array]
     if method.wire is None and method.reducer != "native":
         return f
     plain = dataclasses.replace(method.for_others(), wire=None, reducer="xla")
-    return _with_tangent(f, lambda rows, y, t: f(t, method=plain))
+    return _with_tangent(f, lambda rows, y, t: _tangent_of(lambda v: f(v, method=plain), rows, t))
 
 
 def _reduced_rows(rows: Array, reduction: Reduction, groups: Groups | None) -> Array:

@@ -173,7 +173,7 @@ def test_so_it_does_in_a_ring(one_host, reducer, wire):
 
 
 @pytest.mark.parametrize("wire", ["bfloat16", "int8"])
-def test_so_it_does_between_hosts(two_hosts, wire):
+def test_so_it_does_between_hosts(two_hosts, reducer, wire):
     check_sum_over_a_wire(two_hosts, wire, "auto")
 
 
