@@ -274,15 +274,13 @@ def _algorithm(
         raise TypeError(wanted)
     if algorithm not in ALGORITHMS:
         raise ValueError(wanted)
+    possible = (*names(kind), "xla")
     if algorithm == "auto":
-        algorithm = current().algorithm
-        if algorithm != "xla" and algorithm not in names(kind):
-            return "direct" if wired else "ring"
-    if algorithm != "xla" and algorithm not in names(kind):
-        raise ValueError(
-            f"{name}: algorithm={algorithm!r} is an all-reduce only; for {kind.value} there are "
-            f"{names(kind)}"
-        )
+        wanted_by_all = current().algorithm
+        default = "direct" if wired else "ring"
+        algorithm = wanted_by_all if wanted_by_all in possible else default
+    if algorithm not in possible:
+        raise _all_reduce_only(name, algorithm, kind)
     if algorithm == "xla" and wired:
         raise ValueError(
             f"{name}: algorithm='xla' (given, or what 'auto' stands for here) has no wire formats; "
@@ -291,13 +289,17 @@ def _algorithm(
     return algorithm
 
 
+def _all_reduce_only(name: str, algorithm: str, kind: Kind) -> ValueError:
+    return ValueError(
+        f"{name}: algorithm={algorithm!r} is an all-reduce only; for {kind.value} there are "
+        f"{names(kind)}"
+    )
+
+
 def _hierarchy(name: str, kind: Kind, axes: Axes, groups: Groups | None) -> Schedule:
     """The hierarchical all-reduce whose inner level is the last axis."""
     if kind is not Kind.ALL_REDUCE:
-        raise ValueError(
-            f"{name}: algorithm='hierarchical' is an all-reduce only; for {kind.value} there are "
-            f"{names(kind)}"
-        )
+        raise _all_reduce_only(name, "hierarchical", kind)
     if len(axes) < 2 or groups is not None:
         raise ValueError(
             f"{name}: algorithm='hierarchical' wants an axis for each level, the outer ones first, "

@@ -76,7 +76,7 @@ class Codec:
         """
         if self.wire is None or not self._as_call(buffer):
             return self._written(_row(buffer, row), seed)
-        return self._bind(encode_p, (buffer, row), seed, factor=1.0)[0]
+        return self._bind(encode_p, (buffer, row), seed)[0]
 
     def reduce(
         self,
@@ -206,22 +206,20 @@ def _reduced(
     if wire_format is None:
         return combine(received, local)
     total = combine(wire_format.decode(received, local.shape[-1]), local.astype(jnp.float32))
+    return scaled(total, factor)
+
+
+def scaled(total: Array, factor: float) -> Array:
+    """A float32 sum times what it is finished with."""
     return total * jnp.float32(factor) if factor != 1.0 else total
 
 
 # --- primitives: all operands with a leading batch ------------------------------------------------
 
 
-def _message(wire_format: WireFormat | None, b: int, n: int, dtype: Any) -> jax.ShapeDtypeStruct:
-    values = jax.ShapeDtypeStruct((b, n), dtype if wire_format is None else jnp.float32)
-    if wire_format is None:
-        return values
-    message: jax.ShapeDtypeStruct = jax.eval_shape(wire_format.encode, values)
-    return message
-
-
 def _encode_result(buffer: Any, row: Any, *_: Any, wire: Any, **__: Any) -> Any:
-    message = _message(wire, row.shape[0], buffer.shape[-1], buffer.dtype)
+    values = jax.ShapeDtypeStruct((row.shape[0], buffer.shape[-1]), jnp.float32)
+    message = jax.eval_shape(wire.encode, values)
     return message.shape, message.dtype
 
 
@@ -254,14 +252,9 @@ def _one_by_one(body: Callable[..., Array]) -> Callable[..., Array]:
 
 
 @_one_by_one
-def _encode_body(
-    buffer: Array, row: Array, *seed: Array, wire: Any, factor: float, reducer: str
-) -> Array:
-    del factor, reducer
-    value = _row(buffer, row)
-    if wire is None:
-        return value
-    message: Array = wire.encode(value.astype(jnp.float32), *seed)
+def _encode_body(buffer: Array, row: Array, *seed: Array, wire: Any, reducer: str) -> Array:
+    del reducer
+    message: Array = wire.encode(_row(buffer, row).astype(jnp.float32), *seed)
     return message
 
 
@@ -314,10 +307,10 @@ def _call(target: str, result: Any, aliases: dict[int, int], *operands: Array, *
     return _batch_of_one(called) if single else called
 
 
-def _encode_call(*operands: Array, wire: Any, factor: float, reducer: str) -> Array:
+def _encode_call(*operands: Array, wire: Any, reducer: str) -> Array:
     del reducer
     result = _encode_result(*operands, wire=wire)
-    attributes = _attributes(wire) | {"factor": np.float32(factor)}
+    attributes = _attributes(wire) | {"factor": np.float32(1)}
     return _call("jax_ring_chunk_encode", result, {}, *operands, **attributes)
 
 

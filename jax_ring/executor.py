@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jax_ring.chunk_reduce import Codec, rounded
+from jax_ring.chunk_reduce import Codec, rounded, scaled
 from jax_ring.plan import Segment, Source, own_chunks, plan
 from jax_ring.schedules import Op, Schedule, Steps
 from jax_ring.schedules.schedule import Perm, Table, affine
@@ -729,7 +729,7 @@ def _one_call_a_step(schedule: Schedule, codec: Codec, rows: Array) -> bool:
 def _finished(sums: Array, codec: Codec, finish: Callable[[Array], Array] | None) -> Array:
     if codec.wire is None:
         return finish(sums) if finish is not None else sums
-    return sums * jnp.float32(codec.factor) if codec.factor != 1.0 else sums
+    return scaled(sums, codec.factor)
 
 
 def _part(schedule: Schedule, op: Op) -> Schedule:
