@@ -6,8 +6,9 @@ Each step is a `ppermute`, a slice and a reduction, as `jax_ring.plan` decides.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, cast
 
 import jax
@@ -16,7 +17,7 @@ import numpy as np
 from jax import lax
 
 from jax_ring.chunk_reduce import Codec, rounded, scaled
-from jax_ring.plan import Segment, Source, own_chunks, plan
+from jax_ring.plan import Origin, Plan, Segment, Source, own_chunks, plan
 from jax_ring.schedules import Op, Schedule, Steps
 from jax_ring.schedules.schedule import Perm, Table, affine
 from jax_ring.wire import Message, mix
@@ -175,6 +176,12 @@ class Arithmetic:
 
 
 Rows = list[Array] | Array | None
+Hands = dict[int, Any]  # By channel.
+Active = list[tuple[Segment, int]]  # Segments, and how many of their steps are done.
+
+
+def _origin(segment: Segment, t: Array | int) -> Origin:
+    return segment.traits.origin if isinstance(t, int) and t == 0 else segment.rest
 
 
 class _Execution:
@@ -187,10 +194,11 @@ class _Execution:
         self.axis, self.block = axis, block
         self.plan = plan(schedule)
         self.index = comm.index()
-        self.sent: Any = None  # What the step before sent, for a step that sends it again.
+        # What the step before in each channel sent, for a step that sends it again.
+        self.sent: Hands = {}
 
-    # What subclasses say: how chunks are sent, reduced and stored. What a step holds, for the next
-    # one to send or to add to, is theirs to define.
+    # What subclasses say: how chunks are sent, reduced and stored. What a channel has in hand, for
+    # a step to send or to add to, is theirs to define.
 
     def outgoing(self, segment: Segment, t: Array | int, buffer: Array, held: Any) -> Any:
         """The message of a step that does not send again what was sent."""
@@ -214,11 +222,14 @@ class _Execution:
         """What is held, as a loop over the segment's steps carries it on."""
         raise NotImplementedError
 
-    def before_loop(self, segment: Segment, buffer: Array, held: Any) -> Any:
+    def before_loop(self, segment: Segment, t: int, buffer: Array, hands: Hands) -> Any:
         """What a loop starts from: what it holds for its first step to send."""
-        if segment.traits.source is Source.LOAD:
-            return self.outgoing(segment, 0, buffer, held)
-        return held
+        origin = _origin(segment, t)
+        if origin.source is Source.LOAD:
+            held = self.outgoing(segment, t, buffer, None)
+        else:
+            held = hands[origin.channel]
+        return self.carried(segment, held)
 
     def load(self, buffer: Array, rows: Rows, k: int) -> Array:
         """Reads k chunks; `rows` as the method of that name gives it."""
@@ -269,32 +280,50 @@ class _Execution:
         base = self.comm.lookup(self.index, column, chunks)
         return lax.rem(base + t.astype(jnp.int32) * jnp.int32(advance), jnp.int32(chunks))
 
-    def step(
-        self, segment: Segment, t: Array | int, source: Source, buffer: Array, held: Any
+    def send(self, segment: Segment, t: Array | int, buffer: Array, hands: Hands) -> Any:
+        """What arrives in a step."""
+        channel, origin = segment.first.channel, _origin(segment, t)
+        if origin.source is not Source.RESEND:
+            forwarded = hands[origin.channel] if origin.source is Source.FORWARD else None
+            self.sent[channel] = self.outgoing(segment, t, buffer, forwarded)
+        perm = segment.first.perm
+        return jax.tree.map(lambda part: self.comm.permute(part, perm), self.sent[channel])
+
+    def receive(
+        self, segment: Segment, t: Array | int, arrived: Any, buffer: Array, hands: Hands
     ) -> tuple[Array, Any]:
-        """One step: send, reduce or copy what arrives, store it if it is read again."""
-        step = segment.first
-        if source is not Source.RESEND:
-            forwarded = held if source is Source.FORWARD else None
-            self.sent = self.outgoing(segment, t, buffer, forwarded)
-        arrived = jax.tree.map(lambda part: self.comm.permute(part, step.perm), self.sent)
+        """Reduces or copies what arrives."""
+        step, traits = segment.first, segment.traits
         if step.op is Op.COPY:
-            held = self.copy(arrived)
-        else:
-            if segment.traits.raw and isinstance(t, int):
-                # Ties what is encoded next to this: XLA:GPU otherwise sends all contributions
-                # first, keeps all that arrive, and only then adds them.
-                buffer, arrived, held = lax.optimization_barrier((buffer, arrived, held))
-            held = self.reduce(segment, t, arrived, buffer, held)
-            if segment.traits.raw and isinstance(t, int):
-                # Keeps the next encoding out of this sum's kernel, which could not add in place.
-                buffer = lax.optimization_barrier(buffer)
-        if not segment.traits.store:
-            return buffer, held
+            return buffer, self.copy(arrived)
+        held = hands[step.channel if traits.adds_to is None else traits.adds_to]
+        if traits.raw and isinstance(t, int):
+            # Ties what is encoded next to this: XLA:GPU otherwise sends all contributions
+            # first, keeps all that arrive, and only then adds them.
+            buffer, arrived, held = lax.optimization_barrier((buffer, arrived, held))
+        held = self.reduce(segment, t, arrived, buffer, held)
+        if traits.raw and isinstance(t, int):
+            # Keeps the next encoding out of this sum's kernel, which could not add in place.
+            buffer = lax.optimization_barrier(buffer)
+        return buffer, held
+
+    def keep(
+        self, segments: list[tuple[Segment, Array | int]], buffer: Array, hands: Hands
+    ) -> Array:
+        """Stores what is read again."""
+        storing = [(segment, t) for segment, t in segments if segment.traits.store]
+        if not storing:
+            return buffer
         # Ties each store to the permute after next: XLA:GPU otherwise puts all stores behind the
-        # last permute, and keeps every chunk that arrived until then.
-        buffer, held, self.sent = lax.optimization_barrier((buffer, held, self.sent))
-        return self.kept(segment, t, buffer, held), held
+        # last permute, and keeps every chunk that arrived until then. And all stores come after
+        # the channels' sums, which would otherwise be of a copy of the buffer.
+        channels = [segment.first.channel for segment, _ in storing]
+        tied = [(hands[channel], self.sent[channel]) for channel in channels]
+        buffer, tied = lax.optimization_barrier((buffer, tied))
+        for (segment, t), channel, (held, sent) in zip(storing, channels, tied, strict=True):
+            hands[channel], self.sent[channel] = held, sent
+            buffer = self.kept(segment, t, buffer, held)
+        return buffer
 
     def where_received(self, step: Any, value: Array, old: Callable[[], Array]) -> Array:
         """A value, but on ranks that no one sends to what they have."""
@@ -303,40 +332,70 @@ class _Execution:
         receives = self.comm.member(self.index, [target for _, target in step.perm])
         return jnp.where(receives, value, old())
 
-    def segment(self, segment: Segment, buffer: Array, held: Any, unroll: int) -> tuple[Array, Any]:
-        """All steps of a segment, unrolled or as a loop."""
+    def round(
+        self, active: Active, t: Array | int, buffer: Array, hands: Hands
+    ) -> tuple[Array, Hands]:
+        """A step of every active channel: all send first, then each receives."""
+        before, after, arrivals = hands, dict(hands), []
+        for segment, done in active:
+            with jax.named_scope(self.scope(segment, done, t)):
+                arrivals.append(self.send(segment, done + t, buffer, before))
+        at = [(segment, done + t) for segment, done in active]
+        for i, (segment, done) in enumerate(active):
+            with jax.named_scope(self.scope(segment, done, t)):
+                channel = segment.first.channel
+                buffer, after[channel] = self.receive(segment, done + t, arrivals[i], buffer, after)
+                if self.plan.in_turn or i == len(active) - 1:
+                    received = at[i : i + 1] if self.plan.in_turn else at
+                    buffer = self.keep(received, buffer, after)
+        return buffer, after
+
+    def scope(self, segment: Segment, done: int, t: Array | int) -> str:
+        """What a step is called in a profile."""
         phase = "reduce_scatter" if segment.first.op is Op.REDUCE else "all_gather"
-        if segment.count <= unroll:
-            for t in range(segment.count):
-                with jax.named_scope(f"{self.label}/{phase}/{segment.start + t}"):
-                    source = segment.rest if t else segment.traits.source
-                    buffer, held = self.step(segment, t, source, buffer, held)
-            return buffer, held
-        with jax.named_scope(f"{self.label}/{phase}/loop"):
-            return self._loop(segment, buffer, held)
+        if len(self.plan.channels) > 1:
+            phase = f"channel{segment.first.channel}/{phase}"
+        index = segment.start + done + t if isinstance(t, int) else "loop"
+        return f"{self.label}/{phase}/{index}"
 
-    def _loop(self, segment: Segment, buffer: Array, held: Any) -> tuple[Array, Any]:
-        held = self.carried(segment, self.before_loop(segment, buffer, held))
+    def _loop(self, active: Active, count: int, buffer: Array, hands: Hands) -> tuple[Array, Hands]:
+        """Rounds that are alike, as a loop."""
+        start = {s.first.channel: self.before_loop(s, done, buffer, hands) for s, done in active}
 
-        def iterate(t: Array, buffer: Array, held: Any) -> tuple[Array, Any]:
-            buffer, held = self.step(segment, t, segment.rest, buffer, held)
-            return buffer, self.carried(segment, held)
+        def iterate(t: Array, buffer: Array, held: Hands) -> tuple[Array, Hands]:
+            buffer, held = self.round(active, t, buffer, {**hands, **held})
+            return buffer, {
+                s.first.channel: self.carried(s, held[s.first.channel]) for s, _ in active
+            }
 
-        if not segment.traits.store:
+        if any(segment.traits.store for segment, _ in active):
+            carry = (buffer, start)
+            buffer, held = lax.fori_loop(0, count, lambda t, carry: iterate(t, *carry), carry)
+        else:
             # The buffer is only read, so the loop does not carry it.
-            return buffer, lax.fori_loop(
-                0, segment.count, lambda t, held: iterate(t, buffer, held)[1], held
-            )
-        result: tuple[Array, Any] = lax.fori_loop(
-            0, segment.count, lambda t, carry: iterate(t, *carry), (buffer, held)
-        )
-        return result
+            held = lax.fori_loop(0, count, lambda t, held: iterate(t, buffer, held)[1], start)
+        return buffer, {**hands, **held}
 
-    def run(self, buffer: Array, held: Any, unroll: int) -> tuple[Array, Any]:
-        """All segments."""
-        for segment in self.plan.segments:
-            buffer, held = self.segment(segment, buffer, held, unroll)
-        return buffer, held
+    def run(self, buffer: Array, held: Any, unroll: int) -> tuple[Array, Hands]:
+        """All rounds; in the beginning every channel has the same in hand."""
+        hands: Hands = dict.fromkeys(range(len(self.plan.channels)), held)
+        for count, active in _spans(self.plan):
+            if count > unroll:
+                buffer, hands = self._loop(active, count, buffer, hands)
+                continue
+            for t in range(count):
+                buffer, hands = self.round(active, t, buffer, hands)
+        return buffer, hands
+
+
+def _spans(plan: Plan) -> Iterator[tuple[int, Active]]:
+    """Stretches of rounds in which no segment begins or ends, and the active ones."""
+    segments = [segment for channel in plan.channels for segment in channel]
+    cuts = sorted({cut for s in segments for cut in (s.start, s.start + s.count)})
+    for start, stop in itertools.pairwise(cuts):
+        active = [(s, start - s.start) for s in segments if s.start <= start < s.start + s.count]
+        if active:
+            yield stop - start, active
 
 
 class _Plain(_Execution):
@@ -381,7 +440,7 @@ class _Plain(_Execution):
     ) -> Any:
         """The sums, finished if the step completes them."""
         step, dtype = segment.first, self.arithmetic.dtype
-        if not segment.traits.accumulates:
+        if segment.traits.adds_to is None:
             held = self.load(buffer, self.rows(step.recv, t, segment.advance), step.k)
         total = self.arithmetic.combine(arrived.astype(dtype), held.astype(dtype))
         return self.finish(total) if segment.traits.finishes else total
@@ -435,6 +494,7 @@ class _Wired(_Execution):
     ) -> None:
         super().__init__(schedule, comm, 0, 1, label)
         self.bare = bare
+        self.width = max((run.first.k for run in schedule.steps.runs), default=1)
         self.codec, self.seed, self.residual = codec, seed, residual
         self.plain_finish = finish if codec.wire is None else None
 
@@ -471,7 +531,7 @@ class _Wired(_Execution):
         results = []
         for i, row in enumerate(rows):
             local, at = buffer, row
-            if traits.accumulates:
+            if traits.adds_to is not None:
                 local, at = held.value, jnp.int32(i)
             if self.plan.redundant:
                 # All ranks that make this sum must make the same one, so none may add its own
@@ -530,7 +590,8 @@ class _Wired(_Execution):
         """A seed for one message: another for each rank, step and chunk."""
         if self.seed is None:
             return None
-        step = jnp.asarray(segment.start + t, jnp.uint32) * jnp.uint32(2 * segment.first.k)
+        step = (segment.start + t) * len(self.plan.channels) + segment.first.channel
+        step = jnp.asarray(step, jnp.uint32) * jnp.uint32(2 * self.width)
         rank = self.index.astype(jnp.uint32)
         return jnp.stack([mix(self.seed[0] + rank), mix(self.seed[1] + step + jnp.uint32(salt))])
 
@@ -613,8 +674,10 @@ def reduce_scatter(
       This rank's chunks, reduced: `buffer` with a dimension `axis` of chunks / ranks blocks.
     """
     run = _Plain(schedule, comm, arithmetic, axis, block, buffer.dtype, label)
-    result, value = run.run(buffer.astype(run.buffer_dtype), None, unroll)
-    if not run.plan.result_is_last_value or value is None:
+    result, hands = run.run(buffer.astype(run.buffer_dtype), None, unroll)
+    if run.plan.result is not None:
+        value = hands[run.plan.result]
+    else:
         own = own_chunks(schedule)
         value = run.load(result, run.rows(own, 0, 0), own.shape[1])
     return run.finish(value) if run.plan.widened else value
@@ -647,7 +710,8 @@ def all_gather(
     run = _Plain(schedule, comm, None, axis, block, chunk.dtype, label)
     rows = run.rows(own_chunks(schedule), 0, 0)
     buffer = _blank(chunk, axis, schedule.ranks)
-    if any(Source.LOAD in (segment.traits.source, segment.rest) for segment in run.plan.segments):
+    origins = [o for part in run.plan.channels for s in part for o in (s.traits.origin, s.rest)]
+    if any(origin.source is Source.LOAD for origin in origins):
         return run.run(run.store(buffer, chunk, rows), chunk, unroll)[0]
     # Nothing is sent from the buffer, so sending need not wait for the own chunk to be stored.
     return run.store(run.run(buffer, chunk, unroll)[0], chunk, rows)
@@ -734,15 +798,17 @@ def _finished(sums: Array, codec: Codec, finish: Callable[[Array], Array] | None
 
 def _part(schedule: Schedule, op: Op) -> Schedule:
     """The steps up to the last reduction, or those after it."""
-    steps = list(schedule.steps)
-    end = max(i for i, step in enumerate(steps) if step.op is Op.REDUCE) + 1
-    if any(step.op is Op.COPY for step in steps[:end]):
+    rounds = [[step for _, step in steps] for steps in schedule.by_round()]
+    moving = [{step.op for step in steps if step.perm} for steps in rounds]
+    end = max(i for i, ops in enumerate(moving) if Op.REDUCE in ops) + 1
+    if any(Op.COPY in ops for ops in moving[:end]):
         raise NotImplementedError(
             f"algorithm={schedule!r} with a lossy wire: it copies chunks from the buffer before "
             "all sums are made; let all copies come last, or send on what just arrived"
         )
-    part = steps[:end] if op is Op.REDUCE else steps[end:]
-    return dataclasses.replace(schedule, steps=Steps(part, schedule.chunks))
+    part = rounds[:end] if op is Op.REDUCE else rounds[end:]
+    steps = Steps(itertools.chain.from_iterable(part), schedule.chunks)
+    return dataclasses.replace(schedule, steps=steps)
 
 
 def _gathered_messages(schedule: Schedule, sums: Array, run: _Wired, unroll: int) -> Array:
@@ -753,7 +819,7 @@ def _gathered_messages(schedule: Schedule, sums: Array, run: _Wired, unroll: int
     """
     chunks, n = schedule.chunks, sums.shape[-1]
     codec = run.codec
-    last = dataclasses.replace(run.plan.segments[-1], start=len(run.schedule.steps))
+    last = dataclasses.replace(run.plan.channels[0][-1], start=run.schedule.rounds)
     parts = [codec.encode(sums, jnp.int32(j), run.draw(last, 0, 2 * j)) for j in range(chunks)]
     messages, tree = jax.tree.flatten(jax.tree.map(lambda *rows: jnp.stack(rows), *parts))
     gathered = []
@@ -795,9 +861,9 @@ def wired_reduce_scatter(
     run = _Wired(schedule, comm, codec, label, seed=seed, finish=finish, bare=bare)
     if codec.wire is not None and run.plan.widened:
         rows = rows.astype(jnp.float32)
-    buffer, held = run.run(rows, None, unroll)
-    if run.plan.result_is_last_value and held.value is not None:
-        chunk = held.value[0]
+    buffer, hands = run.run(rows, None, unroll)
+    if run.plan.result is not None:
+        chunk = hands[run.plan.result].value[0]
     else:
         own = run.indices(own_chunks(schedule), 0, 0)[0]
         chunk = lax.dynamic_index_in_dim(buffer, own, keepdims=False)

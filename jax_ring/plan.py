@@ -14,7 +14,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from jax_ring.schedules import Kind, Op, Schedule, Step
+from jax_ring.schedules import Kind, Op, Run, Schedule, Step
 from jax_ring.schedules.schedule import Table
 
 
@@ -22,8 +22,21 @@ class Source(enum.Enum):
     """Where the chunks that a step sends come from."""
 
     LOAD = "load"  # The buffer.
-    FORWARD = "forward"  # What the step before produced.
-    RESEND = "resend"  # What the step before sent.
+    FORWARD = "forward"  # What a channel's last step produced.
+    RESEND = "resend"  # What the step before in its channel sent.
+
+
+@dataclasses.dataclass(frozen=True)
+class Origin:
+    """Where what a step sends comes from.
+
+    Attributes:
+      source: the buffer, or what is in hand.
+      channel: whose last step produced it, if it is forwarded.
+    """
+
+    source: Source
+    channel: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,24 +44,24 @@ class Traits:
     """How a step executes.
 
     Attributes:
-      source: where what it sends comes from.
+      origin: where what it sends comes from.
       raw: whether all that it and the steps of its run send are contributions not yet reduced.
-      accumulates: whether it reduces into what the step before produced, not into the buffer.
+      adds_to: the channel to whose last product it adds what arrives; None for to the buffer.
       store: whether what it produces is written to the buffer.
       finishes: whether it completes the sums that it adds to.
-      forwarded: whether it reduces, and the next step sends just what it produces.
+      forwarded: whether it reduces, and what it produces is only sent on from hand.
     """
 
-    source: Source
+    origin: Origin
     raw: bool
-    accumulates: bool
+    adds_to: int | None
     store: bool
     finishes: bool
     forwarded: bool
 
     def alike(self, other: Traits) -> bool:
-        """Whether both are equal but for their source."""
-        return dataclasses.replace(self, source=other.source) == other
+        """Whether both are equal but for their origin."""
+        return dataclasses.replace(self, origin=other.origin) == other
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,9 +72,9 @@ class Segment:
       first: the first step.
       count: how many steps.
       advance: what the chunk indices of each next step are ahead.
-      start: the index of the first step in the schedule.
-      traits: how they execute; its source is the first step's.
-      rest: the source of all steps after the first.
+      start: the round of the first step.
+      traits: how they execute; its origin is the first step's.
+      rest: the origin of all steps after the first.
     """
 
     first: Step
@@ -69,7 +82,7 @@ class Segment:
     advance: int
     start: int
     traits: Traits
-    rest: Source
+    rest: Origin
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,20 +90,23 @@ class Plan:
     """How a schedule is executed.
 
     Attributes:
-      segments: the steps, in order.
+      channels: the steps of each channel, in order; those that send nothing are left out.
       widened: whether the buffer or a COPY holds partial sums on the way. The buffer then has the
         type of the sums, and all of it is finished at the end; otherwise each chunk is finished by
         the step that completes it, and only finished chunks are stored and copied.
-      result_is_last_value: whether what the last step produces is a reduce-scatter's result.
+      result: the channel whose last step produces a reduce-scatter's result; None if it is in the
+        buffer.
+      in_turn: whether the channels of a round must store what they receive one after the other.
       partials_travel: whether any partial sum is ever sent.
       redundant: whether some sum is completed by more than one rank.
       reencodes: whether a finished chunk is copied by a rank that holds only its value, and not
         the message that all others read it from.
     """
 
-    segments: tuple[Segment, ...]
+    channels: tuple[tuple[Segment, ...], ...]
     widened: bool
-    result_is_last_value: bool
+    result: int | None
+    in_turn: bool
     partials_travel: bool
     redundant: bool
     reencodes: bool
@@ -109,43 +125,39 @@ def plan(schedule: Schedule) -> Plan:
       The plan, cached.
     """
     steps = list(schedule.steps)
-    sources = _sources(schedule, steps)
-    accumulates = [_accumulates(steps, i) for i in range(len(steps))]
-    last_value = (
-        schedule.kind is Kind.REDUCE_SCATTER
-        and bool(steps)
-        and len(steps[-1].perm) == schedule.ranks
-        and np.array_equal(steps[-1].recv, own_chunks(schedule))
-    )
-    stores = _stores(schedule, steps, sources, accumulates, last_value)
+    hands = _Hands(schedule, steps)
+    hands.follow()
+    last = _last_product(schedule, steps)
+    stores = _stores(schedule, steps, hands, last is not None)
     sums = _follow(schedule, steps)
     complete, raw = sums.complete, _in_whole_runs(schedule, sums.raw)
     widened = any(
         not complete[i] and (step.op is Op.COPY or stores[i]) for i, step in enumerate(steps)
     )
-    after = [*zip(sources, accumulates, strict=True), (Source.LOAD, False)]
     traits = [
         Traits(
-            source=sources[i],
+            origin=hands.origins[i],
             raw=raw[i],
-            accumulates=accumulates[i],
+            adds_to=hands.adds_to[i],
             store=stores[i],
             finishes=complete[i] and step.op is Op.REDUCE and not widened,
-            forwarded=step.op is Op.REDUCE and after[i + 1] == (Source.FORWARD, False),
+            forwarded=step.op is Op.REDUCE and hands.only_sent(i),
         )
         for i, step in enumerate(steps)
     ]
-    copies = [i for i, step in enumerate(steps) if step.op is Op.COPY]
+    copies = [i for i, step in enumerate(steps) if step.op is Op.COPY and step.perm]
     return Plan(
-        segments=tuple(_segments(schedule, traits)),
+        channels=_channels(schedule, traits),
         widened=widened,
-        result_is_last_value=last_value,
+        result=None if last is None else steps[last].channel,
+        in_turn=hands.in_turn,
         partials_travel=any(
             not raw[i] for i, step in enumerate(steps) if step.op is Op.REDUCE or not complete[i]
         ),
         redundant=sums.redundant,
         reencodes=any(
-            complete[i] and (sources[i] is Source.LOAD or sums.redundant) for i in copies
+            complete[i] and (hands.origins[i].source is Source.LOAD or sums.redundant)
+            for i in copies
         ),
     )
 
@@ -161,79 +173,145 @@ def _same_chunks(step: Step, wanted: Table, held: Table) -> bool:
     return np.array_equal(wanted[sources], held[sources])
 
 
-def _sources(schedule: Schedule, steps: list[Step]) -> list[Source]:
-    """Where each step gets what it sends."""
-    alone = [run.count == 1 for run in schedule.steps.runs for _ in range(run.count)]
-    sources = []
-    for i in range(len(steps)):
-        if _forwards(steps, i):
-            sources.append(Source.FORWARD)
-        elif i and alone[i] and alone[i - 1] and _resends(steps[i - 1], steps[i]):
-            sources.append(Source.RESEND)
-        else:
-            sources.append(Source.LOAD)
-    gathers = schedule.kind is Kind.ALL_GATHER and bool(steps)
-    if gathers and _same_chunks(steps[0], steps[0].send, own_chunks(schedule)):
-        sources[0] = Source.FORWARD  # A rank starts with its own chunk in hand.
-    return sources
+def _at(ranks: list[int], table: Table) -> tuple[Table, Table]:
+    """Indexes an array [ranks, chunks] at some ranks' chunks."""
+    return np.array(ranks, np.int64)[:, None], table[ranks]
 
 
-def _forwards(steps: list[Step], i: int) -> bool:
-    """Whether all that step i sends is just what step i-1 produced on the sending ranks."""
-    if i == 0:
-        return False
-    produced = {target for _, target in steps[i - 1].perm}
-    return all(source in produced for source, _ in steps[i].perm) and _same_chunks(
-        steps[i], steps[i].send, steps[i - 1].recv
-    )
+class _Hands:
+    """What every channel has in hand while the steps execute, and what becomes of it.
+
+    Attributes:
+      origins: for each step, where what it sends comes from.
+      adds_to: for each step, the channel to whose product it adds, or None.
+      in_turn: whether in some round a channel adds to what another stored there in that round.
+    """
+
+    def __init__(self, schedule: Schedule, steps: list[Step]) -> None:
+        self.schedule, self.steps = schedule, steps
+        self.origins = [Origin(Source.LOAD)] * len(steps)
+        self.adds_to: list[int | None] = [None] * len(steps)
+        self.in_turn = False
+        self._sent_on: set[int] = set()
+        self._added_to: set[int] = set()
+        self._alone = [run.count == 1 for run in schedule.steps.runs for _ in range(run.count)]
+        # The step that wrote each chunk last, and the last one of each channel.
+        self._writer = np.full((schedule.ranks, schedule.chunks), -1)
+        self._last: dict[int, int] = {}
+        self._sent: dict[int, Table] = {}  # Who wrote what a channel's last step sent.
+
+    def follow(self) -> None:
+        """Goes through the rounds."""
+        for steps in self.schedule.by_round():
+            moving = [(i, step) for i, step in steps if step.perm]
+            for i, step in moving:
+                self.origins[i] = self._origin(i, step)
+            for _, step in moving:
+                senders = [source for source, _ in step.perm]
+                self._sent[step.channel] = self._writer[_at(senders, step.send)]
+            received: list[int] = []
+            for i, step in moving:
+                self._receive(i, step, received)
+                received.append(i)
+
+    def only_sent(self, i: int) -> bool:
+        """Whether what step i produces is sent on from hand, and nothing is added to it there."""
+        return i in self._sent_on and i not in self._added_to
+
+    def _origin(self, i: int, step: Step) -> Origin:
+        gathers = self.schedule.kind is Kind.ALL_GATHER
+        own = self._last.get(step.channel)
+        if own is None and gathers and _same_chunks(step, step.send, own_chunks(self.schedule)):
+            return Origin(Source.FORWARD, step.channel)  # A rank starts with its chunk in hand.
+        channels = sorted(self._last, key=lambda channel: channel != step.channel)
+        for channel in channels:
+            if self._forwards(step, self._last[channel]):
+                self._sent_on.add(self._last[channel])
+                return Origin(Source.FORWARD, channel)
+        if own is not None and self._alone[i] and self._alone[own] and self._resends(step, own):
+            return Origin(Source.RESEND, step.channel)
+        return Origin(Source.LOAD)
+
+    def _forwards(self, step: Step, before: int) -> bool:
+        """Whether all that a step sends is just what another produced on the sending ranks."""
+        held = self.steps[before]
+        senders = [source for source, _ in step.perm]
+        return (
+            {target for _, target in held.perm}.issuperset(senders)
+            and _same_chunks(step, step.send, held.recv)
+            and bool((self._writer[_at(senders, step.send)] == before).all())
+        )
+
+    def _resends(self, step: Step, before: int) -> bool:
+        """Whether all that a step sends is just what another sent, and it still holds."""
+        held = self.steps[before]
+        senders = [source for source, _ in step.perm]
+        return (
+            step.op is held.op
+            and {source for source, _ in held.perm}.issuperset(senders)
+            and _same_chunks(step, step.send, held.send)
+            and self._unchanged(senders, held, self._sent[step.channel])
+        )
+
+    def _unchanged(self, senders: list[int], held: Step, wrote: Table) -> bool:
+        position = {source: p for p, (source, _) in enumerate(held.perm)}
+        then = wrote[[position[sender] for sender in senders]]
+        return bool((self._writer[_at(senders, held.send)] == then).all())
+
+    def _receive(self, i: int, step: Step, before: list[int]) -> None:
+        """Follows a step, after those of its round that are received before it."""
+        targets = [target for _, target in step.perm]
+        if step.op is Op.REDUCE:
+            for channel in sorted(self._last, key=lambda channel: channel != step.channel):
+                if self._adds_to(step, targets, self._last[channel]):
+                    self.adds_to[i] = channel
+                    self._added_to.add(self._last[channel])
+                    break
+        if step.op is Op.REDUCE and self.adds_to[i] is None:
+            self.in_turn |= bool(np.isin(self._writer[_at(targets, step.recv)], before).any())
+        self._writer[_at(targets, step.recv)] = i
+        self._last[step.channel] = i
+
+    def _adds_to(self, step: Step, targets: list[int], before: int) -> bool:
+        """Whether a step reduces into just what another produced by a reduction."""
+        held = self.steps[before]
+        return (
+            held.op is Op.REDUCE
+            and {target for _, target in held.perm}.issuperset(targets)
+            and np.array_equal(step.recv[targets], held.recv[targets])
+            and bool((self._writer[_at(targets, step.recv)] == before).all())
+        )
 
 
-def _resends(before: Step, step: Step) -> bool:
-    """Whether all that a step sends is just what the step before sent, and it still holds."""
-    sent = {source for source, _ in before.perm}
-    written = {target: set(before.recv[target].tolist()) for _, target in before.perm}
-    return (
-        step.op is before.op
-        and all(source in sent for source, _ in step.perm)
-        and _same_chunks(step, step.send, before.send)
-        and not any(written.get(s, set()) & set(step.send[s].tolist()) for s, _ in step.perm)
-    )
-
-
-def _accumulates(steps: list[Step], i: int) -> bool:
-    """Whether step i reduces into just what step i-1 produced by a reduction."""
-    if i == 0 or steps[i].op is not Op.REDUCE or steps[i - 1].op is not Op.REDUCE:
-        return False
-    produced = {target for _, target in steps[i - 1].perm}
-    targets = [target for _, target in steps[i].perm]
-    return produced.issuperset(targets) and np.array_equal(
-        steps[i].recv[targets], steps[i - 1].recv[targets]
-    )
+def _last_product(schedule: Schedule, steps: list[Step]) -> int | None:
+    """The step that produces the result of a reduce-scatter on every rank at once."""
+    moving = [i for steps in schedule.by_round() for i, step in steps if step.perm]
+    if schedule.kind is not Kind.REDUCE_SCATTER or not moving:
+        return None
+    last = steps[moving[-1]]
+    whole = len(last.perm) == schedule.ranks and np.array_equal(last.recv, own_chunks(schedule))
+    return moving[-1] if whole else None
 
 
 def _stores(
-    schedule: Schedule,
-    steps: list[Step],
-    sources: list[Source],
-    accumulates: list[bool],
-    last_value: bool,
+    schedule: Schedule, steps: list[Step], hands: _Hands, result_in_hand: bool
 ) -> list[bool]:
-    """Walks the steps backwards: what is read from the buffer later on must be stored."""
+    """Walks the rounds backwards: what is read from the buffer later on must be stored."""
     live = np.zeros((schedule.ranks, schedule.chunks), bool)
     if schedule.kind is not Kind.REDUCE_SCATTER:
         live[:] = True
-    elif not last_value:
+    elif not result_in_hand:
         np.put_along_axis(live, own_chunks(schedule), True, axis=1)
     stores = [False] * len(steps)
-    for i in reversed(range(len(steps))):
-        step = steps[i]
-        senders, targets = np.array(step.perm, int).reshape(-1, 2).T
-        written = (targets[:, None], step.recv[targets])
-        stores[i] = bool(live[written].any())
-        # A reduction reads the local chunk first.
-        live[written] = step.op is Op.REDUCE and not accumulates[i]
-        if sources[i] is Source.LOAD:
-            live[senders[:, None], step.send[senders]] = True
+    for moving in reversed(schedule.by_round()):
+        for i, step in reversed(moving):
+            written = _at([target for _, target in step.perm], step.recv)
+            stores[i] = bool(live[written].any())
+            # A reduction reads the local chunk first.
+            live[written] = step.op is Op.REDUCE and hands.adds_to[i] is None
+        for i, step in moving:
+            if hands.origins[i].source is Source.LOAD:
+                live[_at([source for source, _ in step.perm], step.send)] = True
     return stores
 
 
@@ -267,41 +345,59 @@ def _follow(schedule: Schedule, steps: list[Step]) -> _Sums:
         return _Sums([True] * len(steps), [False] * len(steps), False)
     everyone = (1 << schedule.ranks) - 1
     held = [[1 << rank] * schedule.chunks for rank in range(schedule.ranks)]
-    complete, raw, completions = [], [], [0] * schedule.chunks
-    for step in steps:
-        send, recv = step.send.tolist(), step.recv.tolist()
-        arrived = [
-            (target, into, held[source][chunk])
-            for source, target in step.perm
-            for chunk, into in zip(send[source], recv[target], strict=True)
-        ]
-        raw.append(all(mask & (mask - 1) == 0 for _, _, mask in arrived))
-        for target, into, mask in arrived:
-            reduces = step.op is Op.REDUCE
-            held[target][into] = mask | (held[target][into] if reduces else 0)
-            completions[into] += reduces and held[target][into] == everyone
-        complete.append(all(held[target][into] == everyone for target, into, _ in arrived))
+    complete, raw = [True] * len(steps), [True] * len(steps)
+    completions = [0] * schedule.chunks
+    for moving in schedule.by_round():
+        arrivals = [(i, step, _arriving(step, held)) for i, step in moving]
+        for i, step, arrived in arrivals:
+            raw[i] = all(mask & (mask - 1) == 0 for _, _, mask in arrived)
+            for target, into, mask in arrived:
+                reduces = step.op is Op.REDUCE
+                held[target][into] = mask | (held[target][into] if reduces else 0)
+                completions[into] += reduces and held[target][into] == everyone
+            complete[i] = all(held[target][into] == everyone for target, into, _ in arrived)
     return _Sums(complete, raw, any(count > 1 for count in completions))
 
 
-def _segments(schedule: Schedule, traits: list[Traits]) -> Iterator[Segment]:
-    """Cuts runs where a trait changes; only the first step's source may differ from the rest's."""
+def _arriving(step: Step, held: list[list[int]]) -> list[tuple[int, int, int]]:
+    """The target, its chunk and the contributions of all that a step sends."""
+    send, recv = step.send.tolist(), step.recv.tolist()
+    return [
+        (target, into, held[source][chunk])
+        for source, target in step.perm
+        for chunk, into in zip(send[source], recv[target], strict=True)
+    ]
+
+
+def _channels(schedule: Schedule, traits: list[Traits]) -> tuple[tuple[Segment, ...], ...]:
+    """The segments of each channel."""
+    channels: list[list[Segment]] = [[] for _ in range(schedule.channels)]
+    starts = [0] * schedule.channels
     begin = 0
     for run in schedule.steps.runs:
-        end = begin + run.count
-        start = begin
-        while start < end:
-            second = traits[min(start + 1, end - 1)]
-            stop = start + 1
-            while stop < end and traits[stop] == second and second.alike(traits[start]):
-                stop += 1
-            yield Segment(
-                first=run.first.advanced((start - begin) * run.advance, schedule.chunks),
-                count=stop - start,
-                advance=run.advance,
-                start=start,
-                traits=traits[start],
-                rest=second.source if stop > start + 1 else traits[start].source,
-            )
-            start = stop
-        begin = end
+        channel = run.first.channel
+        of_run = traits[begin : begin + run.count]
+        if run.first.perm:
+            channels[channel] += _segments(run, starts[channel], of_run, schedule.chunks)
+        starts[channel] += run.count
+        begin += run.count
+    return tuple(map(tuple, channels))
+
+
+def _segments(run: Run, begin: int, traits: list[Traits], chunks: int) -> Iterator[Segment]:
+    """Cuts a run where a trait changes; only the first step's origin may differ from the rest's."""
+    start = 0
+    while start < run.count:
+        second = traits[min(start + 1, run.count - 1)]
+        stop = start + 1
+        while stop < run.count and traits[stop] == second and second.alike(traits[start]):
+            stop += 1
+        yield Segment(
+            first=run.first.advanced(start * run.advance, chunks),
+            count=stop - start,
+            advance=run.advance,
+            start=begin + start,
+            traits=traits[start],
+            rest=second.origin if stop > start + 1 else traits[start].origin,
+        )
+        start = stop

@@ -746,6 +746,31 @@ def test_every_algorithm_by_name(algorithm):
     assert all(same_bits(row, x.sum(0)) for row in np.asarray(rows))
 
 
+@pytest.mark.parametrize("unroll", [32, 1])
+@pytest.mark.parametrize("n", [2, 5, 8])
+def test_channels_side_by_side(n, unroll):
+    schedules = jax_ring.schedules
+    backwards = tuple(range(n)), (0, *range(n - 1, 0, -1))
+    x = integers((n, 3, 101), np.float32)
+
+    def f(v):
+        return [
+            jax_ring.psum(v, "x", algorithm=algorithm)
+            for algorithm in (
+                schedules.ring(n, channels=3),
+                schedules.ring(n, channels=2, orders=backwards),
+                schedules.bidirectional_ring(n),
+            )
+        ] + [jax_ring.pmean(v.astype(jnp.bfloat16), "x", algorithm="bidirectional_ring")]
+
+    with jax_ring.config(unroll=unroll):
+        *sums, mean = per_rank(f, n, x)
+    for total in sums:
+        assert all(same_bits(row, x.sum(0)) for row in np.asarray(total))
+    assert all(same_bits(row, mean[0]) for row in mean)
+    np.testing.assert_allclose(np.asarray(mean[0], np.float64), x.mean(0), rtol=0.02)
+
+
 @pytest.mark.parametrize("sizes", [(2, 3), (3, 2), (1, 5)])
 def test_hierarchies_of_any_mesh(sizes):
     m = mesh(*sizes)
@@ -785,7 +810,7 @@ def test_hierarchies_want_levels():
 def test_bad_algorithms():
     schedules = jax_ring.schedules
     cases = [
-        ("tree", ValueError, "algorithm must be one of .*'ring', 'direct'.*'xla'.* got 'tree'"),
+        ("tree", ValueError, "algorithm must be one of .*'ring', .*'direct'.*'xla'.* got 'tree'"),
         (7, TypeError, "algorithm must be one of .* got 7"),
         (schedules.ring(4), ValueError, "is for 4 ranks, but there are 8 to reduce over"),
         (schedules.ring_all_gather(8), ValueError, "must be a schedule of kind all_reduce"),

@@ -1,5 +1,6 @@
 """What the program is made of: permutes, bytes, memory, size, names. Read from compiled HLO."""
 
+import collections
 import functools
 import math
 import pathlib
@@ -410,3 +411,19 @@ def test_communication_and_private_names_each_have_one_place():
     assert private == {"_compat.py"}
     partitioning = {p.name for p in root.rglob("*.py") if "custom_partitioning" in p.read_text()}
     assert not partitioning
+
+
+def test_both_directions_of_a_ring_send_half_each():
+    size = N * 1000
+    f = jax.shard_map(
+        lambda v: jax_ring.psum(v, "x", algorithm="bidirectional_ring"),
+        mesh=mesh(N),
+        in_specs=P("x"),
+        out_specs=P(),
+    )
+    hlo = compiled(f, sharded(mesh(N), P("x"), (N * size,)))
+    first = re.findall(r"source_target_pairs=\{\{(\d+),(\d+)\}", hlo.text)
+    directions = collections.Counter((int(b) - int(a)) % N for a, b in first)
+    assert hlo.permutes == [("f32", size // N)] * 14
+    assert directions == {1: 8, N - 1: 6}
+    assert not hlo.other_collectives

@@ -4,13 +4,27 @@ import pytest
 from algorithms import halving_doubling, recursive_doubling, reduce_and_broadcast, relay
 
 from jax_ring.plan import Source, plan
-from jax_ring.schedules import Op, direct, ring, ring_all_gather, ring_reduce_scatter, verify
+from jax_ring.schedules import (
+    Op,
+    bidirectional_ring,
+    direct,
+    ring,
+    ring_all_gather,
+    ring_reduce_scatter,
+    verify,
+)
+
+
+def segments(schedule):
+    """Those of the only channel."""
+    (only,) = plan(schedule).channels
+    return only
 
 
 def test_the_ring_forwards_and_stores_only_finished_chunks():
-    segments = plan(ring(8)).segments
     traits = [
-        (s.count, s.traits.source, s.rest, s.traits.store, s.traits.finishes) for s in segments
+        (s.count, s.traits.origin.source, s.rest.source, s.traits.store, s.traits.finishes)
+        for s in segments(ring(8))
     ]
     assert traits == [
         (6, Source.LOAD, Source.FORWARD, False, False),
@@ -23,7 +37,10 @@ def test_the_ring_forwards_and_stores_only_finished_chunks():
 
 def test_a_direct_exchange_sums_in_hand_and_sends_its_sum_again_and_again():
     state = plan(direct(4))
-    traits = [(s.traits.source, s.traits.accumulates, s.traits.store) for s in state.segments]
+    traits = [
+        (s.traits.origin.source, s.traits.adds_to is not None, s.traits.store)
+        for s in segments(direct(4))
+    ]
     assert traits == [
         (Source.LOAD, False, False),
         (Source.LOAD, True, False),
@@ -32,7 +49,7 @@ def test_a_direct_exchange_sums_in_hand_and_sends_its_sum_again_and_again():
         (Source.RESEND, False, True),
         (Source.RESEND, False, True),
     ]
-    assert [s.traits.raw for s in state.segments] == [True] * 3 + [False] * 3
+    assert [s.traits.raw for s in segments(direct(4))] == [True] * 3 + [False] * 3
     assert not any((state.partials_travel, state.widened, state.redundant, state.reencodes))
 
 
@@ -46,44 +63,53 @@ def test_who_completes_a_sum_and_what_is_copied_later():
 
 def test_the_halves_of_the_ring():
     scatter = plan(ring_reduce_scatter(8))
-    assert scatter.result_is_last_value
-    assert not any(s.traits.store for s in scatter.segments)
-    assert [s.traits.finishes for s in scatter.segments] == [False, True]
+    assert scatter.result == 0
+    assert not any(s.traits.store for s in scatter.channels[0])
+    assert [s.traits.finishes for s in scatter.channels[0]] == [False, True]
     gather = plan(ring_all_gather(8))
     assert not gather.widened
-    assert {s.traits.source for s in gather.segments} == {Source.FORWARD}
-    assert not any(s.traits.finishes for s in gather.segments)
+    assert {s.traits.origin.source for s in gather.channels[0]} == {Source.FORWARD}
+    assert not any(s.traits.finishes for s in gather.channels[0])
 
 
 @pytest.mark.parametrize("make", [halving_doubling, relay])
 def test_partial_sums_on_the_way_are_noticed(make):
     verify(make(4))
     assert plan(make(4)).widened
-    assert not any(s.traits.finishes for s in plan(make(4)).segments)
+    assert not any(s.traits.finishes for s in segments(make(4)))
 
 
 @pytest.mark.parametrize("make", [recursive_doubling, reduce_and_broadcast])
 def test_a_sum_of_several_steps_is_held_until_it_is_finished(make):
     state = plan(make(4))
     assert not state.widened
-    sums = [s.traits for s in state.segments if s.first.op is Op.REDUCE]
+    sums = [s.traits for s in segments(make(4)) if s.first.op is Op.REDUCE]
     assert [t.finishes for t in sums] == [False] * (len(sums) - 1) + [True]
     assert [t.store for t in sums] == [False] * (len(sums) - 1) + [True]
 
 
 def test_steps_are_covered_once_and_in_order():
     for schedule in (ring(7), direct(5), halving_doubling(8), relay(4), reduce_and_broadcast(5)):
-        segments = plan(schedule).segments
+        found = segments(schedule)
         steps = [
-            s.first.advanced(t * s.advance, schedule.chunks)
-            for s in segments
-            for t in range(s.count)
+            s.first.advanced(t * s.advance, schedule.chunks) for s in found for t in range(s.count)
         ]
         assert steps == list(schedule.steps)
-        starts = [s.start for s in segments]
-        assert starts == [sum(s.count for s in segments[:i]) for i in range(len(segments))]
+        starts = [s.start for s in found]
+        assert starts == [sum(s.count for s in found[:i]) for i in range(len(found))]
 
 
 def test_plans_do_not_depend_on_how_runs_were_written():
     written_out = dataclasses.replace(ring(6), steps=list(ring(6).steps))
     assert plan(written_out) == plan(ring(6))
+
+
+@pytest.mark.parametrize("n", [4, 5, 8, 9])
+def test_both_ways_of_a_ring_meet_in_hand(n):
+    state = plan(bidirectional_ring(n))
+    ending = {s.first.channel for part in state.channels for s in part if s.traits.finishes}
+    assert len(ending) == 1, "one of the two completes each sum"
+    gathers = [next(s for s in part if s.first.op is Op.COPY) for part in state.channels]
+    assert {s.traits.origin.source for s in gathers} == {Source.FORWARD}
+    assert {s.traits.origin.channel for s in gathers} == ending
+    assert not any((state.widened, state.redundant, state.reencodes))

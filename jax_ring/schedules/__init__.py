@@ -11,7 +11,15 @@ from jax_ring.schedules.halving_doubling import (
 )
 from jax_ring.schedules.hierarchical import hierarchical
 from jax_ring.schedules.recursive_doubling import recursive_doubling
-from jax_ring.schedules.ring import ring, ring_all_gather, ring_reduce_scatter
+from jax_ring.schedules.ring import (
+    bidirectional_ring,
+    bidirectional_ring_all_gather,
+    bidirectional_ring_reduce_scatter,
+    ring,
+    ring_all_gather,
+    ring_reduce_scatter,
+    torus_orders,
+)
 from jax_ring.schedules.schedule import (
     Kind,
     Op,
@@ -33,6 +41,9 @@ __all__ = [
     "ScheduleError",
     "Step",
     "Steps",
+    "bidirectional_ring",
+    "bidirectional_ring_all_gather",
+    "bidirectional_ring_reduce_scatter",
     "compose",
     "cost",
     "direct",
@@ -47,5 +58,6 @@ __all__ = [
     "ring",
     "ring_all_gather",
     "ring_reduce_scatter",
+    "torus_orders",
     "verify",
 ]

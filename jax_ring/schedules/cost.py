@@ -2,36 +2,74 @@
 
 from __future__ import annotations
 
+import bisect
+import itertools
+from collections.abc import Iterator
+
 from jax_ring.schedules.schedule import Schedule
 
 
-def cost(schedule: Schedule, nbytes: float, alpha: float, beta: float) -> float:
+def cost(schedule: Schedule, nbytes: float, alpha: float, beta: float, *, ports: int = 1) -> float:
     """Time of a schedule when each step takes alpha plus beta for each byte of its message.
 
     All messages of a step travel at the same time, over links that they do not share. The model
     is Hockney's; for the formulas of the common algorithms in it see Thakur, Rabenseifner and
-    Gropp, "Optimization of collective communication operations in MPICH", 2005, section 3.
+    Gropp, "Optimization of collective communication operations in MPICH", 2005, section 3. Steps of
+    several channels in one round pay alpha once, and share the ports of a rank.
 
     Args:
       schedule: what to price.
       nbytes: size of the whole buffer in bytes: what is reduced, or the result of an all-gather.
       alpha: seconds per step.
-      beta: seconds per byte.
+      beta: seconds per byte through a port.
+      ports: how many messages a rank sends and receives at once without slowing down.
 
     Returns:
       Seconds.
 
     Raises:
-      ValueError: if nbytes, alpha or beta is negative.
+      ValueError: if nbytes, alpha or beta is negative, or ports less than 1.
 
     Example:
-      >>> from jax_ring.schedules import ring
+      >>> from jax_ring.schedules import bidirectional_ring, ring
       >>> seconds = cost(ring(8), nbytes=1e9, alpha=0.0, beta=1 / 400e9)  # 2 (7/8) S / B
       >>> print(f"{seconds * 1e3:.3f} ms")
       4.375 ms
+      >>> seconds = cost(bidirectional_ring(9), nbytes=1e9, alpha=0.0, beta=1 / 400e9, ports=2)
+      >>> print(f"{seconds * 1e3:.3f} ms")  # Half of 2 (8/9) S / B.
+      2.222 ms
     """
     for name, value in (("nbytes", nbytes), ("alpha", alpha), ("beta", beta)):
         if value < 0:
             raise ValueError(f"{name} must not be negative, got {value}")
-    moved = sum(run.count * run.first.k for run in schedule.steps.runs if run.first.perm)
-    return len(schedule.steps) * alpha + moved / schedule.chunks * nbytes * beta
+    if ports < 1:
+        raise ValueError(f"ports must be at least 1, got {ports}")
+    moved = sum(
+        duration * max(max(messages), sum(messages) / ports)
+        for duration, messages in _spans(schedule)
+    )
+    return schedule.rounds * alpha + moved / schedule.chunks * nbytes * beta
+
+
+def _spans(schedule: Schedule) -> Iterator[tuple[int, list[int]]]:
+    """Stretches of rounds that are alike: how many, and the chunks in each channel's message."""
+    ends: list[list[int]] = []
+    for channel in range(schedule.channels):
+        runs = [run for run in schedule.steps.runs if run.first.channel == channel]
+        ends.append(list(itertools.accumulate(run.count for run in runs)))
+    sizes = [
+        [
+            run.first.k if run.first.perm else 0
+            for run in schedule.steps.runs
+            if run.first.channel == channel
+        ]
+        for channel in range(schedule.channels)
+    ]
+    start = 0
+    for end in sorted({end for each in ends for end in each}):
+        at = [bisect.bisect_right(each, start) for each in ends]
+        yield (
+            end - start,
+            [size[i] if i < len(size) else 0 for size, i in zip(sizes, at, strict=True)],
+        )
+        start = end

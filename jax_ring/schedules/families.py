@@ -12,7 +12,14 @@ from jax_ring.schedules.halving_doubling import (
     halving_doubling_reduce_scatter,
 )
 from jax_ring.schedules.recursive_doubling import recursive_doubling
-from jax_ring.schedules.ring import ring, ring_all_gather, ring_reduce_scatter
+from jax_ring.schedules.ring import (
+    bidirectional_ring,
+    bidirectional_ring_all_gather,
+    bidirectional_ring_reduce_scatter,
+    ring,
+    ring_all_gather,
+    ring_reduce_scatter,
+)
 from jax_ring.schedules.schedule import Kind, Schedule
 
 FAMILIES: Mapping[str, Mapping[Kind, Callable[[int], Schedule]]] = {
@@ -20,6 +27,11 @@ FAMILIES: Mapping[str, Mapping[Kind, Callable[[int], Schedule]]] = {
         Kind.ALL_REDUCE: ring,
         Kind.REDUCE_SCATTER: ring_reduce_scatter,
         Kind.ALL_GATHER: ring_all_gather,
+    },
+    "bidirectional_ring": {
+        Kind.ALL_REDUCE: bidirectional_ring,
+        Kind.REDUCE_SCATTER: bidirectional_ring_reduce_scatter,
+        Kind.ALL_GATHER: bidirectional_ring_all_gather,
     },
     "direct": {
         Kind.ALL_REDUCE: direct,
@@ -41,7 +53,7 @@ def names(kind: Kind) -> list[str]:
 
     Example:
       >>> names(Kind.REDUCE_SCATTER)
-      ['ring', 'direct', 'halving_doubling']
+      ['ring', 'bidirectional_ring', 'direct', 'halving_doubling']
     """
     return [name for name, made in FAMILIES.items() if kind in made]
 

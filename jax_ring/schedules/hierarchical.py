@@ -2,24 +2,28 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
-from collections.abc import Iterator
 
 import numpy as np
 
 from jax_ring.schedules.families import make, names
-from jax_ring.schedules.schedule import Kind, Schedule, Step, Steps, Table
+from jax_ring.schedules.schedule import Kind, Schedule, Step, Steps, Table, compose
 
 
 @functools.cache
 def hierarchical(
-    inner: int, outer: int, inner_algorithm: str = "ring", outer_algorithm: str = "ring"
+    inner: int,
+    outer: int,
+    inner_algorithm: str = "ring",
+    outer_algorithm: str = "ring",
+    groups: tuple[tuple[int, ...], ...] | None = None,
 ) -> Schedule:
     """The hierarchical all-reduce over `outer` groups of `inner` ranks each.
 
-    Rank r is number r % inner in group r // inner. Every group reduce-scatters, the ranks with the
-    same number all-reduce their parts across the groups, and every group all-gathers. Each chunk is
-    copied from the ranks that end with the same bits, so all do.
+    Every group reduce-scatters, the ranks with the same number in their groups all-reduce their
+    parts across the groups, and every group all-gathers. Each chunk is copied from the ranks that
+    end with the same bits, so all do.
 
     Cost: the two halves of the inner algorithm over the whole buffer, and the outer one over
     1/inner of it: by the ring across H groups of G ranks each rank sends 2(H-1)/H / G of the
@@ -32,13 +36,15 @@ def hierarchical(
       outer: groups, at least 1.
       inner_algorithm: the name of one that has a reduce-scatter and an all-gather.
       outer_algorithm: the name of an all-reduce.
+      groups: the ranks of each group; by default rank r is number r % inner in group r // inner.
 
     Returns:
       A schedule of kind ALL_REDUCE for inner x outer ranks. A chunk of the inner algorithm holds
       all those of the outer one.
 
     Raises:
-      ValueError: if inner or outer is less than 1, or there is no such algorithm.
+      ValueError: if inner or outer is less than 1, there is no such algorithm, or groups are not
+        `outer` groups of `inner` ranks.
 
     Example:
       >>> schedule = hierarchical(4, 2)
@@ -58,21 +64,35 @@ def hierarchical(
                 f"hierarchical: {name} must be one of {names(kind)}, got {algorithm!r}"
             )
     across = make(outer_algorithm, Kind.ALL_REDUCE, outer)
-    ranks = np.arange(inner * outer).reshape(outer, inner)
+    ranks = _placed(inner, outer, groups)
     chunks = np.arange(inner * across.chunks)
     # In a group, a chunk of the inner algorithm is all the chunks of the outer one on one rank.
     whole = np.tile(chunks.reshape(inner, across.chunks), (outer, 1, 1))
-    steps = [
-        *_side_by_side(make(inner_algorithm, Kind.REDUCE_SCATTER, inner), ranks, whole),
-        *_side_by_side(across, ranks.T, chunks.reshape(inner, across.chunks, 1)),
-        *_side_by_side(make(inner_algorithm, Kind.ALL_GATHER, inner), ranks, whole),
-    ]
-    whole_steps = Steps(steps, len(chunks))
-    return Schedule(inner * outer, len(chunks), whole_steps, Kind.ALL_REDUCE, "hierarchical")
+    return compose(
+        "hierarchical",
+        Kind.ALL_REDUCE,
+        _side_by_side(make(inner_algorithm, Kind.REDUCE_SCATTER, inner), ranks, whole),
+        _side_by_side(across, ranks.T, chunks.reshape(inner, across.chunks, 1)),
+        _side_by_side(make(inner_algorithm, Kind.ALL_GATHER, inner), ranks, whole),
+    )
 
 
-def _side_by_side(schedule: Schedule, ranks: Table, chunks: Table) -> Iterator[Step]:
-    """The steps of several copies of a schedule at once.
+def _placed(inner: int, outer: int, groups: tuple[tuple[int, ...], ...] | None) -> Table:
+    """The ranks as [outer, inner]."""
+    wanted = np.arange(inner * outer)
+    if groups is None:
+        return wanted.reshape(outer, inner)
+    sizes = [len(group) for group in groups]
+    if sizes != [inner] * outer or sorted(r for group in groups for r in group) != wanted.tolist():
+        raise ValueError(
+            f"hierarchical: groups must be {outer} groups of {inner} that hold each rank 0 to "
+            f"{inner * outer - 1} once, got {groups}"
+        )
+    return np.array(groups, np.int64).reshape(outer, inner)
+
+
+def _side_by_side(schedule: Schedule, ranks: Table, chunks: Table) -> Schedule:
+    """Several copies of a schedule at once, as a part of the whole.
 
     Args:
       schedule: the schedule.
@@ -86,6 +106,12 @@ def _side_by_side(schedule: Schedule, ranks: Table, chunks: Table) -> Iterator[S
             result[own_ranks] = own_chunks[table].reshape(schedule.ranks, -1)
         return result
 
-    for step in schedule.steps:
+    def spread(step: Step) -> Step:
         perm = sorted((int(copy[s]), int(copy[d])) for copy in ranks for s, d in step.perm)
-        yield Step(tuple(perm), placed(step.send), placed(step.recv), step.op)
+        return dataclasses.replace(
+            step, perm=tuple(perm), send=placed(step.send), recv=placed(step.recv)
+        )
+
+    count = int(chunks.max()) + 1
+    steps = Steps(map(spread, schedule.steps), count)
+    return Schedule(ranks.size, count, steps, Kind.ALL_REDUCE, "part")

@@ -82,12 +82,14 @@ class Step:
         for k = 1.
       recv: int array [ranks, k], the chunks that what arrives is reduced into or copied over.
       op: what is done with what arrives.
+      channel: which of the sequences of steps that go on side by side it belongs to, from 0.
     """
 
     perm: Perm
     send: Table
     recv: Table
     op: Op
+    channel: int = 0
 
     def __post_init__(self) -> None:
         """Normalizes the fields, so that equal steps compare and hash equal."""
@@ -109,7 +111,8 @@ class Step:
         )
 
     def _key(self) -> tuple[Any, ...]:
-        return (self.perm, self.op, self.send.shape, self.send.tobytes(), self.recv.tobytes())
+        tables = (self.send.shape, self.send.tobytes(), self.recv.tobytes())
+        return (self.perm, self.op, self.channel, *tables)
 
     def __eq__(self, other: object) -> bool:
         """Whether both steps move the same chunks between the same ranks."""
@@ -139,12 +142,14 @@ class Steps(Sequence[Step]):
     """The steps of a schedule: a sequence of `Step`, stored as runs.
 
     A ring of N ranks has 2(N-1) steps with tables of N entries each; as two runs it takes O(N).
+    All steps of channel 0 come first, then those of channel 1, and so on.
     """
 
     def __init__(self, items: Iterable[Step | Run], chunks: int) -> None:
-        """Stores the items, merging steps that form a run."""
+        """Stores the items by channel, merging steps that form a run."""
         self._chunks = chunks
-        self.runs: tuple[Run, ...] = tuple(_merge(items, chunks))
+        ordered = sorted(items, key=_channel)
+        self.runs: tuple[Run, ...] = tuple(_merge(ordered, chunks))
         self._length = sum(run.count for run in self.runs)
 
     def __len__(self) -> int:
@@ -188,9 +193,14 @@ class Steps(Sequence[Step]):
         return f"<{len(self)} steps in {len(self.runs)} runs>"
 
 
+def _channel(item: Step | Run) -> int:
+    return item.first.channel if isinstance(item, Run) else item.channel
+
+
 def _advance_between(a: Step, b: Step, chunks: int) -> int | None:
     """The constant by which b's tables are ahead of a's, or None."""
-    if (a.perm, a.op) != (b.perm, b.op) or a.send.shape != b.send.shape or not a.send.size:
+    alike = (a.perm, a.op, a.channel) == (b.perm, b.op, b.channel)
+    if not alike or a.send.shape != b.send.shape or not a.send.size:
         return None
     by = int(b.send.flat[0] - a.send.flat[0]) % chunks
     return by if a.advanced(by, chunks) == b else None
@@ -226,6 +236,10 @@ def _join(a: Run, b: Run, chunks: int) -> Run | None:
 @dataclasses.dataclass(frozen=True)
 class Schedule:
     """A collective algorithm as data: an immutable, hashable list of steps.
+
+    Steps of different channels go on side by side. Round t consists of step t of every channel: all
+    of them send what was there before the round, and what arrives is then reduced or copied in the
+    order of the channels.
 
     Attributes:
       ranks: the number of ranks.
@@ -263,6 +277,9 @@ class Schedule:
         runs = items.runs if isinstance(items, Steps) else items
         object.__setattr__(self, "steps", Steps(runs, self.chunks))
         object.__setattr__(self, "kind", Kind(self.kind))
+        present = {run.first.channel for run in self.steps.runs}
+        if present != set(range(len(present))):
+            raise ScheduleError(f"channels must be numbered from 0, got {sorted(present)}")
         key = (self.ranks, self.chunks, self.steps, self.kind, self.name)
         object.__setattr__(self, "_hash", hash(key))
 
@@ -276,19 +293,51 @@ class Schedule:
 
     def __repr__(self) -> str:
         """One line."""
+        channels = f", channels={self.channels}" if self.channels > 1 else ""
         return (
             f"Schedule({self.name}, {self.kind.value}, ranks={self.ranks}, "
-            f"chunks={self.chunks}, steps={len(self.steps)})"
+            f"chunks={self.chunks}, steps={self.rounds}{channels})"
         )
 
     def __str__(self) -> str:
         """The header and one line for each run of steps."""
         lines = [repr(self)]
-        start = 0
+        start = [0] * max(self.channels, 1)
         for run in self.steps.runs:
-            lines.append(_describe(run, start, self.chunks))
-            start += run.count
+            channel = run.first.channel
+            where = f"channel {channel} " if self.channels > 1 else ""
+            if run.first.perm:
+                lines.append(f"  {where}{_describe(run, start[channel], self.chunks)}")
+            start[channel] += run.count
         return "\n".join(lines)
+
+    @property
+    def channels(self) -> int:
+        """How many sequences of steps go on side by side; 0 if there is no step."""
+        return self.steps.runs[-1].first.channel + 1 if self.steps.runs else 0
+
+    @property
+    def rounds(self) -> int:
+        """The steps that follow one another: those of the longest channel."""
+        lengths = [0] * max(self.channels, 1)
+        for run in self.steps.runs:
+            lengths[run.first.channel] += run.count
+        return max(lengths)
+
+    def by_round(self) -> list[list[tuple[int, Step]]]:
+        """For each round its steps, in the order of the channels, with their index in `steps`.
+
+        Example:
+          >>> from jax_ring.schedules import bidirectional_ring
+          >>> [(i, step.channel) for i, step in bidirectional_ring(4).by_round()[0]]
+          [(0, 0), (4, 1)]
+        """
+        rounds: list[list[tuple[int, Step]]] = [[] for _ in range(self.rounds)]
+        taken = [0] * max(self.channels, 1)
+        for index, step in enumerate(self.steps):
+            rounds[taken[step.channel]].append((index, step))
+            taken[step.channel] += 1
+        return rounds
 
     def sent_chunks(self) -> npt.NDArray[np.int64]:
         """How many chunks each rank sends in all: int array [ranks]."""
@@ -301,6 +350,9 @@ class Schedule:
 
 def compose(name: str, kind: Kind, *parts: Schedule) -> Schedule:
     """Runs schedules over the same ranks and chunks one after the other.
+
+    A part begins when all channels of the one before have ended: steps that send nothing fill up
+    the shorter ones.
 
     Args:
       name: the name of the result.
@@ -317,8 +369,20 @@ def compose(name: str, kind: Kind, *parts: Schedule) -> Schedule:
     for part in parts[1:]:
         if (part.ranks, part.chunks) != (first.ranks, first.chunks):
             raise ScheduleError(f"cannot compose {first!r} with {part!r}: ranks or chunks differ")
-    items = (run for part in parts for run in part.steps.runs)
+    channels = max(part.channels for part in parts)
+    items = [item for part in parts for item in _filled(part, channels)]
     return Schedule(first.ranks, first.chunks, Steps(items, first.chunks), kind, name)
+
+
+def _filled(part: Schedule, channels: int) -> Iterator[Run]:
+    """The runs of a schedule, all its channels made as long as the longest."""
+    yield from part.steps.runs
+    for channel in range(channels):
+        runs = [run for run in part.steps.runs if run.first.channel == channel]
+        lacking = part.rounds - sum(run.count for run in runs)
+        if lacking:
+            nothing = np.zeros((part.ranks, 1), np.int64)
+            yield Run(Step((), nothing, nothing, Op.COPY, channel), lacking)
 
 
 def affine(column: Table, modulus: int) -> tuple[int, int] | None:
@@ -334,6 +398,9 @@ def affine(column: Table, modulus: int) -> tuple[int, int] | None:
     return (a, b) if np.array_equal(expected, column) else None
 
 
+_LISTED = 16  # Ranks, at most, that a text lists one by one.
+
+
 def _describe(run: Run, start: int, chunks: int) -> str:
     step = run.first
     span = f"{start}" if run.count == 1 else f"{start}-{start + run.count - 1}"
@@ -341,15 +408,19 @@ def _describe(run: Run, start: int, chunks: int) -> str:
     if len(shift) == 1 and len(step.perm) == len(step.send):
         route = f"rank r -> r+{shift.pop()}"
     else:
-        route = " ".join(f"{s}->{d}" for s, d in step.perm)
+        route = " ".join(f"{s}->{d}" for s, d in step.perm[:_LISTED])
+        if len(step.perm) > _LISTED:
+            route += f" ... ({len(step.perm)} pairs)"
     move = f"send {_chunks(step.send, run, chunks)}, {step.op.value} into "
-    return f"  step {span}: {route}; {move}{_chunks(step.recv, run, chunks)}"
+    return f"step {span}: {route}; {move}{_chunks(step.recv, run, chunks)}"
 
 
 def _chunks(table: Table, run: Run, modulus: int) -> str:
     form = affine(table[:, 0], modulus) if table.shape[1] == 1 else None
     if form is None:
-        text = str(table.tolist())
+        text = str(table[:_LISTED].tolist())
+        if len(table) > _LISTED:
+            text = f"{text[:-1]}, ...]"
         return text if run.count == 1 else f"{text} + {run.advance} s"
     terms = []
     for coefficient, symbol in ((form[0], "r"), (run.advance, "s"), (form[1], "")):

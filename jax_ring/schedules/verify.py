@@ -43,15 +43,26 @@ class _Machine:
             return _Value(chunk, 1 << rank, -1 - chunk) if owner == rank else None
         return _Value(chunk, 1 << rank, -1 - (rank * self.schedule.chunks + chunk))
 
-    def run(self, index: int, step: Step) -> None:
-        """Executes one step: all sends read what was there before it."""
-        _check_shape(self.schedule, index, step)
-        arrivals = [
+    def run(self, steps: list[tuple[int, Step]]) -> None:
+        """Executes a round: all sends read what was there before it."""
+        for index, step in steps:
+            _check_shape(self.schedule, index, step)
+        arrivals = [self._sent(step) for _, step in steps]
+        for (index, step), arrived in zip(steps, arrivals, strict=True):
+            self._receive(index, step, arrived)
+
+    def _sent(self, step: Step) -> list[tuple[int, int, int, _Value | None]]:
+        """The source, target, slot and value of each chunk that a step sends."""
+        return [
             (source, target, slot, self.state[source][int(step.send[source, slot])])
             for source, target in step.perm
             for slot in range(step.k)
         ]
-        for source, target, slot, value in arrivals:
+
+    def _receive(
+        self, index: int, step: Step, arrived: list[tuple[int, int, int, _Value | None]]
+    ) -> None:
+        for source, target, slot, value in arrived:
             chunk = int(step.recv[target, slot])
             if value is None:
                 sent = int(step.send[source, slot])
@@ -220,6 +231,6 @@ def verify(schedule: Schedule) -> None:
             f"{schedule.ranks} chunks, got {schedule.chunks}"
         )
     machine = _Machine(schedule)
-    for index, step in enumerate(schedule.steps):
-        machine.run(index, step)
+    for steps in schedule.by_round():
+        machine.run(steps)
     machine.check_result()

@@ -1,7 +1,19 @@
+import collections
+
 import numpy as np
 import pytest
 
-from jax_ring.schedules import Kind, Op, ring, ring_all_gather, ring_reduce_scatter, verify
+from jax_ring.schedules import (
+    Kind,
+    Op,
+    bidirectional_ring,
+    cost,
+    ring,
+    ring_all_gather,
+    ring_reduce_scatter,
+    torus_orders,
+    verify,
+)
 
 SIZES = [*range(1, 65), 96, 128]
 
@@ -52,3 +64,55 @@ def test_kinds():
 def test_no_ranks_are_refused(make):
     with pytest.raises(ValueError, match="n=0"):
         make(0)
+
+
+# Channels.
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 5, 8, 16])
+@pytest.mark.parametrize("channels", [2, 3, 4])
+def test_channels_divide_the_buffer(n, channels):
+    schedule = ring(n, channels=channels)
+    verify(schedule)
+    assert schedule.rounds == 2 * (n - 1)
+    assert schedule.chunks == n * channels
+    assert (schedule.sent_chunks() == 2 * (n - 1) * channels).all()
+    assert len(schedule.steps.runs) == (2 * channels if n > 2 else schedule.rounds * channels)
+
+
+@pytest.mark.parametrize("n", range(1, 65))
+def test_both_directions_take_half_the_rounds_and_half_the_bytes_each(n):
+    schedule = bidirectional_ring(n)
+    assert schedule.rounds == 2 * (n // 2)
+    links = collections.Counter()
+    for step in schedule.steps:
+        for pair in step.perm:
+            links[pair] += step.k
+    if n > 2:
+        assert set(links.values()) == {2 * (n // 2), 2 * ((n - 1) // 2)}
+    if n % 2:
+        halved = cost(schedule, 1.0, 0.1, 1.0, ports=2) * 2
+        assert halved == pytest.approx(cost(ring(n), 1.0, 0.1, 1.0))
+    assert cost(schedule, 1.0, 0.0, 1.0) == pytest.approx(cost(ring(n), 1.0, 0.0, 1.0))
+
+
+@pytest.mark.parametrize(("rows", "columns"), [(3, 3), (4, 4), (8, 4), (8, 8), (15, 5)])
+def test_two_cycles_are_all_links_of_a_torus(rows, columns):
+    orders = torus_orders(rows, columns)
+    links = [frozenset(pair) for o in orders for pair in zip(o, o[1:] + o[:1], strict=True)]
+    assert len(set(links)) == len(links) == 2 * rows * columns
+    for a, b in links:
+        (i, j), (k, m) = divmod(a, columns), divmod(b, columns)
+        assert sorted(
+            [min((i - k) % rows, (k - i) % rows), min((j - m) % columns, (m - j) % columns)]
+        ) == [0, 1]
+    verify(ring(rows * columns, channels=2, orders=orders))
+
+
+def test_bad_channels():
+    with pytest.raises(ValueError, match="channels must be at least 1, got 0"):
+        ring(4, channels=0)
+    with pytest.raises(ValueError, match="orders must hold a permutation of the 4 ranks for each"):
+        ring(4, channels=2, orders=((0, 1, 2, 3), (0, 1, 2, 2)))
+    with pytest.raises(ValueError, match="rows=6, columns=3"):
+        torus_orders(6, 3)

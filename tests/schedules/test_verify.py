@@ -150,3 +150,16 @@ def test_recursive_doubling_is_the_same_tree_everywhere():
     pairs = Step(((0, 1), (1, 0), (2, 3), (3, 2)), table, table, Op.REDUCE)
     across = Step(((0, 2), (1, 3), (2, 0), (3, 1)), table, table, Op.REDUCE)
     verify(Schedule(4, 1, [pairs, across], Kind.ALL_REDUCE))
+
+
+def test_a_round_sends_what_was_there_before_it():
+    right = Step(((0, 1), (1, 0)), [0, 0], [0, 0], Op.REDUCE)
+    on = Step(((0, 1), (1, 0)), [0, 0], [1, 1], Op.COPY, channel=1)
+    with pytest.raises(ScheduleError, match="chunk 1"):
+        verify(Schedule(2, 2, [right, on], Kind.ALL_REDUCE))
+
+
+def test_channels_have_numbers_from_zero():
+    step = Step(((0, 1), (1, 0)), [0, 0], [0, 0], Op.REDUCE, channel=1)
+    with pytest.raises(ScheduleError, match=r"channels must be numbered from 0, got \[1\]"):
+        Schedule(2, 1, [step], Kind.ALL_REDUCE)
