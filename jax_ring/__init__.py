@@ -7,6 +7,8 @@ built as explicit algorithms from `jax.lax.ppermute` inside `jax.shard_map`:
 - `jax_ring.schedules`: algorithms as data, with a verifier and a cost model;
 - `jax_ring.wire`: what chunks look like while they travel, for fewer bytes;
 - `jax_ring.error_feedback`: sums over a lossy wire whose errors do not add up;
+- `jax_ring.explain`: every collective of a function, where, by which algorithm and why;
+- `jax_ring.choose`: what `algorithm="auto"` means, its prices, and tuning files;
 - `jax_ring.config`: settings, from `JAX_RING_*` or for a block of code;
 - `jax_ring.native`: what came of loading the compiled part.
 
@@ -22,7 +24,7 @@ Example:
   120.0
 """
 
-from jax_ring import error_feedback, native, schedules, wire
+from jax_ring import choose, error_feedback, native, schedules, wire
 from jax_ring.collectives import (
     all_gather,
     all_reduce,
@@ -34,13 +36,16 @@ from jax_ring.collectives import (
     reduce_scatter,
 )
 from jax_ring.config import config
+from jax_ring.explanation import explain
 
 __version__ = "0.1.0"
 __all__ = [
     "all_gather",
     "all_reduce",
+    "choose",
     "config",
     "error_feedback",
+    "explain",
     "native",
     "pmax",
     "pmean",

@@ -18,8 +18,9 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import jax
-from jax.extend.core import Primitive
+from jax.extend.core import JaxprEqn, Primitive
 from jax.interpreters import ad, batching, mlir
+from jax.sharding import AxisType
 
 OLDEST_JAX = "0.10.2"
 NEWEST_CHECKED_JAX = "0.12.0.1"
@@ -242,3 +243,23 @@ def _as_varying(aval: Aval) -> Aval:
     """An unreduced or reduced operand is, on each device, just a value that may vary."""
     pending = unreduced(aval) | reduced(aval)
     return retype(aval, varying=varying(aval) | pending, reduced=()) if pending else aval
+
+
+def mesh_inside(eqn: JaxprEqn) -> Any:
+    """The abstract mesh in force in the body of a `shard_map`, from its equation in a jaxpr.
+
+    The names of the parameters are JAX's own business; checked on jax 0.10.2 and 0.12.0.1.
+    """
+    manual = dict.fromkeys(eqn.params["newly_manual_axes"], AxisType.Manual)
+    return eqn.params["mesh"].abstract_mesh.update_axis_types(manual)
+
+
+def platform() -> str:
+    """The platform of the mesh that is in force, else JAX's default one.
+
+    An abstract mesh made from devices knows their platform (jax 0.10.2 to 0.12.0.1), one made by
+    hand does not.
+    """
+    device = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)
+    found = getattr(device, "platform", None)
+    return found if isinstance(found, str) else str(jax.default_backend())

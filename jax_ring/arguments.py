@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jax_ring import _compat, primitives, wire
+from jax_ring import _compat, choose, primitives, wire
 from jax_ring.config import ALGORITHMS, current
 from jax_ring.executor import Array, Communicator, Groups
 from jax_ring.plan import plan
@@ -99,14 +99,16 @@ def parse(
     form, key = _wire(name, wire, x)
     if algorithm == "hierarchical":
         algorithm = _hierarchy(name, kind, axes, groups)
-    chosen = _algorithm(name, algorithm, kind, ranks, form is not None) if axes else "ring"
+    chosen: tuple[Algorithm, str] = ("ring", "")
+    if axes:
+        chosen = _algorithm(name, algorithm, kind, ranks, form is not None)
     wanted = _requested_dtype(name, reduce_dtype, x)
     if form is not None and wanted not in (None, jnp.float32):
         raise ValueError(
             f"{name}: sums over wire={form.name!r} are taken in float32, got reduce_dtype={wanted}"
         )
     settings = current()
-    method = Method(chosen, settings.unroll, form, settings.reducer)
+    method = Method(chosen[0], settings.unroll, form, settings.reducer, chosen[1])
     if key is not None and kind is Kind.ALL_REDUCE and axes:
         _check_rounds_once(name, method, ranks)
     return Call(name, axes, size, groups, reduction, mean, method, wanted, key, kind)
@@ -151,12 +153,85 @@ def seed(call: Call, leaf: int) -> tuple[Array, ...]:
     return (jax.random.bits(key, (2,), jnp.uint32),)
 
 
-def method_for(call: Call, x: Array) -> Method:
-    """How a leaf is communicated: only real floats pass through a wire format."""
-    if call.method.wire is None or _kind(x.dtype) == "floating":
-        return call.method
-    bare = dataclasses.replace(call.method, wire=None)
-    return dataclasses.replace(bare, algorithm="ring") if call.method.algorithm == "xla" else bare
+def for_leaf(call: Call, x: Array) -> Call:
+    """The call with how this leaf is communicated: its wire if it has one, and its algorithm."""
+    method = call.method
+    if method.wire is not None and _kind(x.dtype) != "floating":
+        method = dataclasses.replace(method, wire=None)
+        if method.algorithm == "xla":
+            method = dataclasses.replace(method, algorithm="ring")
+    if method.algorithm == "auto":
+        method = _chosen(call, method, x)
+    return dataclasses.replace(call, method=method)
+
+
+def _chosen(call: Call, method: Method, x: Array) -> Method:
+    """The method with the algorithm of the smallest predicted time."""
+    if call.groups is not None and len({len(group) for group in call.groups}) > 1:
+        reason = "the groups differ in size"
+        return dataclasses.replace(method, algorithm="ring", reason=reason)
+    nbytes = x.size * x.dtype.itemsize * (call.ranks if call.kind is Kind.ALL_GATHER else 1)
+    levels = len(call.axes) > 1 and call.groups is None
+    prices = prices_in_force(lax.axis_size(call.axes[-1]) if levels else 1)
+    choice = choose.choose(
+        call.kind,
+        call.ranks,
+        nbytes,
+        prices.link,
+        across=prices.across,
+        inner=prices.inner,
+        segments=_most_segments(x.shape, call.ranks),
+        allow_xla=current().allow_xla and _has_xla(call),
+    )
+    reason = f"{choice.reason}; link {prices.name}"
+    return dataclasses.replace(method, algorithm=choice.algorithm, reason=reason)
+
+
+@dataclasses.dataclass(frozen=True)
+class Prices:
+    """The links that "auto" reckons with.
+
+    Attributes:
+      name: what they are called.
+      link: what the ranks are joined by, or those of a group.
+      across: what groups of `inner` ranks are joined by; None if there are none.
+      inner: the ranks of a group.
+    """
+
+    name: str
+    link: choose.Link
+    across: choose.Link | None = None
+    inner: int = 1
+
+
+def prices_in_force(inner: int = 1) -> Prices:
+    """The links by the settings, the platform and the number of processes.
+
+    Args:
+      inner: the ranks of a group that may be joined by another link than the groups are.
+    """
+    settings = current()
+    links = choose.LINKS if settings.tuning is None else choose.load_tuning(settings.tuning)
+    within = between = settings.link
+    if settings.link == "auto":
+        within, between = choose.links_of(_compat.platform(), jax.process_count())
+    if inner == 1 or within == between:
+        return Prices(between, links[between])
+    return Prices(f"{within}, {between}", links[within], links[between], inner)
+
+
+def _has_xla(call: Call) -> bool:
+    """Whether lax has an op for the call, as `jax_ring.xla` would find."""
+    ops = {Kind.ALL_REDUCE: (SUM, MAX, MIN)}.get(call.kind, (SUM,))
+    return call.reduction in ops and (call.groups is None or not _compat.check_vma())
+
+
+def _most_segments(shape: tuple[int, ...], ranks: int) -> int:
+    """The most segments into whose chunks a dimension divides, if into ranks chunks any does."""
+    even = [size // ranks for size in shape if size % ranks == 0]
+    parts = [1 << i for i in range(choose.MOST_SEGMENTS.bit_length())]
+    fitting = [k for k in parts if not even or any(size % k == 0 for size in even)]
+    return max(fitting)
 
 
 def _reduction(name: str, op: Op, identity: Any) -> tuple[Reduction, bool]:
@@ -252,7 +327,8 @@ def _verified(schedule: Schedule) -> Schedule:
 
 def _algorithm(
     name: str, algorithm: Algorithm, kind: Kind, ranks: set[int], wired: bool
-) -> Algorithm:
+) -> tuple[Algorithm, str]:
+    """The algorithm, "auto" where it depends on the leaf, and why."""
     if isinstance(algorithm, Schedule):
         if algorithm.kind is not kind:
             raise ValueError(
@@ -267,7 +343,7 @@ def _algorithm(
             raise ValueError(
                 f"{name}: algorithm must have as many chunks as ranks, got {algorithm!r}"
             )
-        return _verified(algorithm)
+        return _verified(algorithm), "asked for by algorithm="
     known = [*ALGORITHMS, "hierarchical"]
     wanted = f"{name}: algorithm must be one of {known} or a Schedule, got {algorithm!r}"
     if not isinstance(algorithm, str):
@@ -275,18 +351,27 @@ def _algorithm(
     if algorithm not in ALGORITHMS:
         raise ValueError(wanted)
     possible = (*names(kind), "xla")
+    reason = "asked for by algorithm="
     if algorithm == "auto":
-        wanted_by_all = current().algorithm
-        default = "direct" if wired else "ring"
-        algorithm = wanted_by_all if wanted_by_all in possible else default
-    if algorithm not in possible:
+        algorithm, reason = _default(possible, wired)
+    if algorithm not in (*possible, "auto"):
         raise _all_reduce_only(name, algorithm, kind)
     if algorithm == "xla" and wired:
         raise ValueError(
             f"{name}: algorithm='xla' (given, or what 'auto' stands for here) has no wire formats; "
             "algorithm='direct' or 'ring' has"
         )
-    return algorithm
+    return algorithm, reason
+
+
+def _default(possible: tuple[str, ...], wired: bool) -> tuple[str, str]:
+    """What "auto" stands for, and why."""
+    wanted_by_all = current().algorithm
+    if wanted_by_all in possible:
+        return wanted_by_all, "asked for by JAX_RING_ALGORITHM or jax_ring.config(algorithm=)"
+    if wired:
+        return "direct", "over a lossy wire it rounds each value twice, however many ranks"
+    return "auto", ""
 
 
 def _all_reduce_only(name: str, algorithm: str, kind: Kind) -> ValueError:

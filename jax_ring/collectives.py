@@ -459,7 +459,8 @@ def all_gather(
         leaf = arguments.as_array(call, leaf)
         dimension = arguments.dimension(call, "axis", axis, leaf.ndim + (not tiled))
         leaf, _ = arguments.operand(call, leaf)
-        if call.by_xla:
+        own = arguments.for_leaf(call, leaf)
+        if own.by_xla:
             return lax.all_gather(
                 leaf, call.axes, axis_index_groups=call.groups, axis=dimension, tiled=tiled, to=to
             )
@@ -473,8 +474,8 @@ def all_gather(
             size=call.ranks,
             # Where types are not checked only the transpose would differ, and it must communicate.
             to=to if _compat.check_vma() else "varying",
-            reduce_dtype=arguments.partial_dtype(call, leaf.dtype, mean=False),
-            method=arguments.method_for(call, leaf),
+            reduce_dtype=arguments.partial_dtype(own, leaf.dtype, mean=False),
+            method=own.method,
         )
 
     return _map_leaves(gather, x)
@@ -512,6 +513,7 @@ def _counted(call: Call, leaf: Array) -> Array:
 
 
 def _reduced(call: Call, leaf: Array, position: int, *, mean: bool) -> Any:
+    call = arguments.for_leaf(call, leaf)
     dtype = arguments.partial_dtype(call, leaf.dtype, mean=mean)
     arguments.check_op(call, dtype)
     leaf, unreduced = arguments.operand(call, leaf)
@@ -526,7 +528,7 @@ def _reduced(call: Call, leaf: Array, position: int, *, mean: bool) -> Any:
         reduction=call.reduction,
         mean=mean,
         reduce_dtype=dtype,
-        method=arguments.method_for(call, leaf),
+        method=call.method,
         invariant=call.groups is None and _compat.check_vma(),
         unreduced=unreduced,
     )
@@ -553,6 +555,7 @@ def _reduce_scatter(
 def _scattered(
     call: Call, leaf: Array, position: int, dimension: int, tiled: bool, *, mean: bool
 ) -> Any:
+    call = arguments.for_leaf(call, leaf)
     dtype = arguments.partial_dtype(call, leaf.dtype, mean=mean)
     arguments.check_op(call, dtype)
     leaf, unreduced = arguments.operand(call, leaf)
@@ -579,6 +582,6 @@ def _scattered(
         reduction=call.reduction,
         mean=mean,
         reduce_dtype=dtype,
-        method=arguments.method_for(call, leaf),
+        method=call.method,
         unreduced=unreduced,
     )

@@ -3,6 +3,9 @@
 | variable           | values    | default | meaning                                             |
 |--------------------|-----------|---------|-----------------------------------------------------|
 | JAX_RING_ALGORITHM | auto, xla or one of `schedules.FAMILIES` | auto | what "auto" means |
+| JAX_RING_ALLOW_XLA | 0, 1      | 0       | 1: "auto" may also be lax's own op                  |
+| JAX_RING_LINK      | auto or one of `choose.LINKS` | auto | what joins the ranks, for "auto"    |
+| JAX_RING_TUNING    | a file    |         | measured links, see `choose.load_tuning`            |
 | JAX_RING_REDUCER   | auto, native, xla | auto    | what does the work on chunks                |
 | JAX_RING_UNROLL    | 1 or more | 32      | longer runs of like steps become a loop             |
 | JAX_RING_NATIVE    | 0, 1      | 1       | 0: neither build (at install) nor load native code  |
@@ -20,10 +23,12 @@ import os
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from jax_ring import choose
 from jax_ring.schedules import FAMILIES
 
 ALGORITHMS = ("auto", *FAMILIES, "xla")
 REDUCERS = ("auto", "native", "xla")
+LINKS = ("auto", *choose.LINKS)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,7 +37,11 @@ class Settings:
 
     Attributes:
       algorithm: what `algorithm="auto"` means: a name in `schedules.FAMILIES`, "xla", or "auto":
-        the ring, and over a lossy wire direct.
+        the one with the smallest predicted time, and over a lossy wire direct.
+      allow_xla: whether "auto" may choose lax's own op.
+      link: what joins the ranks, of which "auto" takes the prices: a name in `choose.LINKS`, or
+        "auto": found from the platform and the number of processes.
+      tuning: a tuning file, or None.
       unroll: runs of at most this many like steps are unrolled, so that XLA can fuse and overlap
         them; longer ones become a loop, so that the program's size does not grow with the ranks.
       native: whether the native module may be loaded.
@@ -41,13 +50,16 @@ class Settings:
     """
 
     algorithm: str = "auto"
+    allow_xla: bool = False
+    link: str = "auto"
+    tuning: str | None = None
     unroll: int = 32
     native: bool = True
     reducer: str = "auto"
 
     def __post_init__(self) -> None:
         """Rejects what no setting can be."""
-        for name, allowed in (("algorithm", ALGORITHMS), ("reducer", REDUCERS)):
+        for name, allowed in (("algorithm", ALGORITHMS), ("reducer", REDUCERS), ("link", LINKS)):
             value = getattr(self, name)
             if value not in allowed:
                 raise ValueError(
@@ -57,8 +69,12 @@ class Settings:
             raise ValueError(
                 f"unroll (JAX_RING_UNROLL) must be an integer of at least 1, got {self.unroll!r}"
             )
-        if not isinstance(self.native, bool):
-            raise ValueError(f"native (JAX_RING_NATIVE) must be a bool, got {self.native!r}")
+        for name in ("native", "allow_xla"):
+            value = getattr(self, name)
+            if not isinstance(value, bool):
+                raise ValueError(f"{name} (JAX_RING_{name.upper()}) must be a bool, got {value!r}")
+        if self.tuning is not None:
+            choose.load_tuning(self.tuning)
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] = os.environ) -> Settings:
@@ -74,14 +90,17 @@ class Settings:
           ValueError: naming a variable whose value is not allowed, and what is.
         """
         found: dict[str, Any] = {}
-        for name in ("algorithm", "reducer"):
+        for name in ("algorithm", "reducer", "link"):
             if (variable := f"JAX_RING_{name.upper()}") in environment:
                 found[name] = environment[variable].strip().lower()
         if "JAX_RING_UNROLL" in environment:
             found["unroll"] = _parse(environment, "JAX_RING_UNROLL", int, "an integer")
-        if "JAX_RING_NATIVE" in environment:
-            flags = {"0": False, "false": False, "1": True, "true": True}
-            found["native"] = _parse(environment, "JAX_RING_NATIVE", lambda v: flags[v], "0 or 1")
+        flags = {"0": False, "false": False, "1": True, "true": True}
+        for name in ("native", "allow_xla"):
+            if (variable := f"JAX_RING_{name.upper()}") in environment:
+                found[name] = _parse(environment, variable, lambda v: flags[v], "0 or 1")
+        if environment.get("JAX_RING_TUNING"):
+            found["tuning"] = environment["JAX_RING_TUNING"]
         return cls(**found)
 
 
@@ -108,9 +127,11 @@ def config(**changes: Any) -> Iterator[Settings]:
 
     Args:
       **changes: fields of `Settings`: `algorithm`, what "auto" means (`JAX_RING_ALGORITHM`);
-        `unroll`, the longest run of like steps that is not made a loop (`JAX_RING_UNROLL`);
-        `native`, whether native code may be used (`JAX_RING_NATIVE`); `reducer`, what does the
-        work on chunks (`JAX_RING_REDUCER`).
+        `allow_xla`, whether that may be lax's own op (`JAX_RING_ALLOW_XLA`); `link`, what joins the
+        ranks (`JAX_RING_LINK`); `tuning`, a tuning file (`JAX_RING_TUNING`); `unroll`, the longest
+        run of like steps that is not made a loop (`JAX_RING_UNROLL`); `native`, whether native code
+        may be used (`JAX_RING_NATIVE`); `reducer`, what does the work on chunks
+        (`JAX_RING_REDUCER`).
 
     Yields:
       The settings in force.

@@ -112,12 +112,14 @@ class Method:
       unroll: longer runs of like steps become a loop.
       wire: the format in which chunks travel; None for as they are.
       reducer: "auto", "native" or "xla": what does the work on a chunk.
+      reason: why this algorithm, for `jax_ring.explain`.
     """
 
     algorithm: str | Schedule
     unroll: int
     wire: WireFormat | None = None
     reducer: str = "auto"
+    reason: str = dataclasses.field(default="", compare=False)
 
     def schedule(self, kind: Kind, ranks: int) -> Schedule:
         """The schedule for a collective of some ranks."""
@@ -130,7 +132,8 @@ class Method:
         if self.algorithm in names(Kind.REDUCE_SCATTER) or self.algorithm == "xla":
             return self
         other = "ring" if self.wire is None else "direct"
-        return dataclasses.replace(self, algorithm=other)
+        reason = f"{_called(self.algorithm)} has no form for this part of the collective"
+        return dataclasses.replace(self, algorithm=other, reason=reason)
 
     def wired(self, op: str, dtype: Any, reduce_dtype: Any) -> bool:
         """Whether chunks pass through a wire format or a native call on their way."""
@@ -142,6 +145,10 @@ class Method:
     def codec(self, reduction: Reduction, factor: float) -> Codec:
         """How the chunks are written, reduced and read."""
         return Codec(self.wire, reduction.operation, reduction.combine, self.reducer, factor)
+
+
+def _called(algorithm: str | Schedule) -> str:
+    return algorithm if isinstance(algorithm, str) else algorithm.name
 
 
 def _arithmetic(

@@ -544,7 +544,8 @@ def test_reduce_dtype_accumulates_end_to_end(dtype, big):
 def test_by_default_sums_are_rounded_at_each_step():
     x = np.ones((N, N), ml_dtypes.bfloat16)
     x[2] = 256
-    out = np.asarray(per_rank(lambda v: jax_ring.psum(v, "x"), N, x)).astype(np.float32)
+    rows = per_rank(lambda v: jax_ring.psum(v, "x", algorithm="ring"), N, x)
+    out = np.asarray(rows).astype(np.float32)
     assert set(np.unique(out)) == {256.0, 260.0, 264.0}
     assert (out == out[0]).all()
 
@@ -758,6 +759,7 @@ def test_channels_side_by_side(n, unroll):
             jax_ring.psum(v, "x", algorithm=algorithm)
             for algorithm in (
                 schedules.ring(n, channels=3),
+                schedules.ring(n, segments=3),
                 schedules.ring(n, channels=2, orders=backwards),
                 schedules.bidirectional_ring(n),
             )

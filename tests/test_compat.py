@@ -5,6 +5,8 @@ import sys
 
 import jax
 import pytest
+from jax.sharding import AbstractMesh, AxisType
+from jax.sharding import PartitionSpec as P
 
 from jax_ring import _compat
 
@@ -30,3 +32,24 @@ def test_the_installed_jax_is_in_the_range():
         return tuple(int(part) for part in version.split(".")[:3])
 
     assert numbers(_compat.OLDEST_JAX) <= numbers(jax.__version__)
+
+
+def test_the_mesh_inside_of_a_shard_map_is_the_one_in_force_there():
+    mesh = AbstractMesh((2, 4), ("x", "y"), axis_types=(AxisType.Auto,) * 2)
+    seen = []
+
+    def inner(x):
+        seen.append(jax.sharding.get_abstract_mesh())
+        return x
+
+    def outer(x):
+        seen.append(jax.sharding.get_abstract_mesh())
+        return jax.shard_map(inner, in_specs=P("y"), out_specs=P("y"), axis_names={"y"})(x)
+
+    f = jax.shard_map(outer, mesh=mesh, in_specs=P("x"), out_specs=P("x"), axis_names={"x"})
+    (first,) = jax.make_jaxpr(f)(jax.ShapeDtypeStruct((8,), "float32")).eqns
+    (second,) = first.params["jaxpr"].eqns
+    for eqn, there, manual in zip((first, second), seen, (["x"], ["x", "y"]), strict=True):
+        found = _compat.mesh_inside(eqn)
+        assert dict(found.shape) == {"x": 2, "y": 4}
+        assert sorted(found.manual_axes) == sorted(there.manual_axes) == manual

@@ -7,7 +7,15 @@ from jax_ring.config import Settings, current
 
 
 def test_defaults():
-    assert Settings.from_environment({}) == Settings("auto", 32, True, "auto")
+    assert Settings.from_environment({}) == Settings(
+        algorithm="auto",
+        allow_xla=False,
+        link="auto",
+        tuning=None,
+        unroll=32,
+        native=True,
+        reducer="auto",
+    )
 
 
 @pytest.mark.parametrize(
@@ -18,6 +26,8 @@ def test_defaults():
         ("JAX_RING_UNROLL", "7", "unroll", 7),
         ("JAX_RING_NATIVE", "0", "native", False),
         ("JAX_RING_NATIVE", "true", "native", True),
+        ("JAX_RING_ALLOW_XLA", "1", "allow_xla", True),
+        ("JAX_RING_LINK", "GLOO", "link", "gloo"),
     ],
 )
 def test_variables(variable, text, field, value):
@@ -30,6 +40,9 @@ def test_variables(variable, text, field, value):
     [
         ("JAX_RING_ALGORITHM", "tree"),
         ("JAX_RING_REDUCER", "cuda"),
+        ("JAX_RING_ALLOW_XLA", "maybe"),
+        ("JAX_RING_LINK", "carrier pigeon"),
+        ("JAX_RING_TUNING", "/no/such/file"),
         ("JAX_RING_UNROLL", "0"),
         ("JAX_RING_UNROLL", "many"),
         ("JAX_RING_NATIVE", "2"),

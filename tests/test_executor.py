@@ -30,6 +30,13 @@ from jax_ring.schedules import (
 N = 8
 
 
+@pytest.fixture(autouse=True)
+def by_the_ring():
+    """What is read off programs here is the ring's; tests/test_choose.py is about the choice."""
+    with jax_ring.config(algorithm="ring"):
+        yield
+
+
 def program(f, length, n=N, out_specs=P(), dtype=np.float32, donate=False, shape=None):
     """Compiles f for ranks that each hold `shape`, by default (length,)."""
     m = mesh(n)

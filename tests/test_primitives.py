@@ -15,6 +15,15 @@ from jax.test_util import check_grads
 import jax_ring
 
 N = 8
+
+
+@pytest.fixture(autouse=True)
+def by_the_ring():
+    """What is read off programs here is the ring's; tests/test_choose.py is about the choice."""
+    with jax_ring.config(algorithm="ring"):
+        yield
+
+
 BOTH_MODES = pytest.mark.parametrize("check_vma", [True, False])
 
 

@@ -76,33 +76,41 @@ def ring_all_gather(n: int) -> Schedule:
 
 @functools.cache
 def ring(
-    n: int, *, channels: int = 1, orders: tuple[tuple[int, ...], ...] | None = None
+    n: int,
+    *,
+    segments: int = 1,
+    channels: int = 1,
+    orders: tuple[tuple[int, ...], ...] | None = None,
 ) -> Schedule:
     """The ring all-reduce: a reduce-scatter, then an all-gather.
 
     Each chunk is summed by one rank and then copied, so all ranks end with the same bits.
 
-    With several channels the buffer is divided among as many rings that do not depend on each
-    other: while one adds, another may send. They may visit the ranks in different orders, so that
-    they use different links.
+    With several segments the buffer is reduced one part after the other, in chunks so much smaller
+    that they may fit into a cache. With several channels it is divided among as many rings that do
+    not depend on each other: while one adds, another may send. They may visit the ranks in
+    different orders, so that they use different links.
 
     Cost: 2(n-1) steps, 2(n-1)/n of the buffer sent by each rank: the least possible number of
-    bytes, at a latency that grows with n. Channels send as many bytes, in more messages.
-    Source: as `ring_reduce_scatter`.
+    bytes, at a latency that grows with n. Segments take as many times the steps, and send as many
+    bytes; channels send as many bytes in more messages.
+    Source: as `ring_reduce_scatter`; segments as in Open MPI's segmented ring, though one after the
+    other.
 
     Args:
       n: the number of ranks, at least 1.
-      channels: the number of rings, at least 1.
+      segments: the parts that are reduced one after the other, at least 1.
+      channels: the number of rings side by side, at least 1.
       orders: for each channel the order in which it visits the ranks; by default 0, 1, 2, ... for
         all. `torus_orders` gives some that share no link.
 
     Returns:
-      A schedule of kind ALL_REDUCE with n x channels chunks; chunk j belongs to channel
+      A schedule of kind ALL_REDUCE with n x segments x channels chunks; chunk j belongs to channel
       j % channels.
 
     Raises:
-      ValueError: if n or channels is less than 1, or orders are not one permutation of the ranks
-        for each channel.
+      ValueError: if n, segments or channels is less than 1, or orders are not one permutation of
+        the ranks for each channel.
 
     Example:
       >>> len(ring(8).steps)
@@ -114,10 +122,12 @@ def ring(
         channel 1 step 0-1: rank r -> r+1; send (2r - 2s - 1) mod 6, reduce into (2r - 2s + 3) mod 6
         channel 1 step 2-3: rank r -> r+1; send (2r - 2s + 1) mod 6, copy into (2r - 2s - 1) mod 6
     """
-    if channels < 1:
-        raise ValueError(f"ring: channels must be at least 1, got {channels}")
-    if channels == 1 and orders is None:
-        return compose("ring", Kind.ALL_REDUCE, ring_reduce_scatter(n), ring_all_gather(n))
+    for name, value in (("segments", segments), ("channels", channels)):
+        if value < 1:
+            raise ValueError(f"ring: {name} must be at least 1, got {value}")
+    halves = (ring_reduce_scatter(n), ring_all_gather(n))
+    if segments == channels == 1 and orders is None:
+        return compose("ring", Kind.ALL_REDUCE, *halves)
     orders = (tuple(range(n)),) * channels if orders is None else orders
     wanted = list(range(n))
     if len(orders) != channels or any(sorted(order) != wanted for order in orders):
@@ -125,29 +135,28 @@ def ring(
             f"ring: orders must hold a permutation of the {n} ranks for each of {channels} "
             f"channels, got {orders}"
         )
-    halves = [_ordered(phase, orders) for phase in (ring_reduce_scatter(n), ring_all_gather(n))]
-    return compose("ring", Kind.ALL_REDUCE, *halves)
+    parts = [
+        _ordered(half, orders, segment, segments) for segment in range(segments) for half in halves
+    ]
+    return compose("ring", Kind.ALL_REDUCE, *parts)
 
 
-def _ordered(phase: Schedule, orders: tuple[tuple[int, ...], ...]) -> Schedule:
-    """A copy of a half of the ring for each order, each over every len(orders)th chunk."""
-    channels = len(orders)
+def _ordered(
+    half: Schedule, orders: tuple[tuple[int, ...], ...], segment: int, segments: int
+) -> Schedule:
+    """A half of a segment's rings: one for each order, in chunks a stride apart."""
+    stride = segments * len(orders)
     runs = []
     for channel, order in enumerate(orders):
         position = np.argsort(order)
-        for run in phase.steps.runs:
-            step = run.first
-            perm = sorted((order[s], order[d]) for s, d in step.perm)
-            send, recv = (table[position] * channels + channel for table in (step.send, step.recv))
-            runs.append(
-                Run(
-                    Step(tuple(perm), send, recv, step.op, channel),
-                    run.count,
-                    run.advance * channels,
-                )
-            )
-    chunks = phase.chunks * channels
-    return Schedule(phase.ranks, chunks, Steps(runs, chunks), phase.kind, phase.name)
+        first = segment * len(orders) + channel
+        for run in half.steps.runs:
+            perm = sorted((order[s], order[d]) for s, d in run.first.perm)
+            send, recv = (t[position] * stride + first for t in (run.first.send, run.first.recv))
+            step = Step(tuple(perm), send, recv, run.first.op, channel)
+            runs.append(Run(step, run.count, run.advance * stride))
+    chunks = half.chunks * stride
+    return Schedule(half.ranks, chunks, Steps(runs, chunks), half.kind, half.name)
 
 
 def torus_orders(rows: int, columns: int) -> tuple[tuple[int, ...], tuple[int, ...]]:

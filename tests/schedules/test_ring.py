@@ -80,6 +80,18 @@ def test_channels_divide_the_buffer(n, channels):
     assert len(schedule.steps.runs) == (2 * channels if n > 2 else schedule.rounds * channels)
 
 
+@pytest.mark.parametrize("n", [1, 2, 3, 8])
+def test_segments_come_one_after_the_other(n):
+    schedule = ring(n, segments=3, channels=2)
+    verify(schedule)
+    assert schedule.rounds == 3 * 2 * (n - 1)
+    assert schedule.chunks == n * 3 * 2
+    for i, moving in enumerate(schedule.by_round()):
+        segment = i // max(2 * (n - 1), 1)
+        for _, step in moving:
+            assert (step.send % 6 == segment * 2 + step.channel).all()
+
+
 @pytest.mark.parametrize("n", range(1, 65))
 def test_both_directions_take_half_the_rounds_and_half_the_bytes_each(n):
     schedule = bidirectional_ring(n)
@@ -112,6 +124,8 @@ def test_two_cycles_are_all_links_of_a_torus(rows, columns):
 def test_bad_channels():
     with pytest.raises(ValueError, match="channels must be at least 1, got 0"):
         ring(4, channels=0)
+    with pytest.raises(ValueError, match="segments must be at least 1, got 0"):
+        ring(4, segments=0)
     with pytest.raises(ValueError, match="orders must hold a permutation of the 4 ranks for each"):
         ring(4, channels=2, orders=((0, 1, 2, 3), (0, 1, 2, 2)))
     with pytest.raises(ValueError, match="rows=6, columns=3"):

@@ -1,0 +1,426 @@
+"""What `algorithm="auto"` means: the algorithm with the smallest predicted time.
+
+The time of a schedule is that of its steps, of its bytes on the links, and of its bytes through the
+memory of each rank. The three prices stand in a table of links, which a tuning file overrides.
+Everything here is pure, but for reading and writing that file.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import math
+import os
+import pathlib
+import tempfile
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from jax_ring.plan import Plan, Segment, Source, plan
+from jax_ring.schedules import Kind, Op, Schedule, cost, hierarchical, ring
+from jax_ring.schedules.families import make, names
+
+
+@dataclasses.dataclass(frozen=True)
+class Link:
+    """What communication costs between ranks that are joined in one way.
+
+    Attributes:
+      alpha: seconds per step.
+      beta: seconds per byte that a rank sends.
+      gamma: seconds per byte that a rank reads or writes in memory on the way; 0 where the link is
+        so much slower that memory does not count.
+      cache: bytes of a message up to which gamma holds; larger ones take `spill` times as long.
+        The ring is divided into segments with chunks of at most this size.
+      spill: how many times gamma a byte of a larger message costs.
+      ports: messages that a rank sends at once without slowing down.
+      shared: whether all ranks share the cores and the memory of one machine, so that every cost is
+        one for each rank.
+      source: where the figures come from.
+    """
+
+    alpha: float
+    beta: float
+    gamma: float = 0.0
+    cache: float = math.inf
+    spill: float = 1.0
+    ports: int = 1
+    shared: bool = False
+    source: str = ""
+
+    def __post_init__(self) -> None:
+        """Rejects what no link can be."""
+        for name in ("alpha", "beta", "gamma"):
+            value = getattr(self, name)
+            if not _is_number(value) or not 0 <= value < math.inf:
+                raise ValueError(f"{name} must be a finite number of at least 0, got {value!r}")
+        if not _is_number(self.cache) or not self.cache > 0:
+            raise ValueError(f"cache must be a positive number of bytes, got {self.cache!r}")
+        if not _is_number(self.spill) or not 1 <= self.spill < math.inf:
+            raise ValueError(f"spill must be a finite number of at least 1, got {self.spill!r}")
+        if isinstance(self.ports, bool) or not isinstance(self.ports, int) or self.ports < 1:
+            raise ValueError(f"ports must be an integer of at least 1, got {self.ports!r}")
+        if not isinstance(self.shared, bool) or not isinstance(self.source, str):
+            raise ValueError("shared must be a bool and source a text")
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+LINKS: Mapping[str, Link] = {
+    "cpu": Link(
+        alpha=15e-6,
+        beta=0.0,
+        gamma=0.03e-9,
+        cache=1 << 20,
+        spill=1.5,
+        shared=True,
+        source="devices of one process, fitted to benchmarks/inprocess.py on two cores",
+    ),
+    "gloo": Link(
+        alpha=1.8e-3,
+        beta=8e-9,
+        source="four hosts on links of 1 Gbit/s, a ring of 16 KiB and the links' nominal rate",
+    ),
+    "nvlink": Link(
+        alpha=5e-6,
+        beta=1 / 400e9,
+        source="assumed: 400 GB/s of bus bandwidth between the 8 GPUs of a node, 5 us per step",
+    ),
+    "infiniband": Link(
+        alpha=10e-6,
+        beta=1 / 45e9,
+        source="assumed: 45 GB/s per GPU of a network card of 400 Gbit/s, 10 us per step",
+    ),
+    "ici": Link(
+        alpha=2e-6,
+        beta=1 / 45e9,
+        ports=2,
+        source="assumed: 45 GB/s in each direction of a TPU v5e ring, 2 us per step",
+    ),
+}
+
+# For each platform the link within a process, and the one between processes.
+_PLATFORMS = {
+    "cpu": ("cpu", "gloo"),
+    "gpu": ("nvlink", "infiniband"),
+    "cuda": ("nvlink", "infiniband"),
+    "rocm": ("nvlink", "infiniband"),
+    "tpu": ("ici", "ici"),
+}
+
+
+def links_of(platform: str, processes: int) -> tuple[str, str]:
+    """The names of the links inside of a process and across the whole of the ranks.
+
+    Args:
+      platform: as `jax.Device.platform` has it; an unknown one is taken for a GPU.
+      processes: how many there are.
+
+    Returns:
+      Two names in `LINKS`, the same for one process.
+
+    Example:
+      >>> links_of("cpu", 1), links_of("gpu", 64)
+      (('cpu', 'cpu'), ('nvlink', 'infiniband'))
+    """
+    inner, outer = _PLATFORMS.get(platform, _PLATFORMS["gpu"])
+    return inner, outer if processes > 1 else inner
+
+
+# --- predicting -----------------------------------------------------------------------------------
+
+
+def predict(
+    schedule: Schedule, nbytes: float, link: Link, *, across: Link | None = None, inner: int = 1
+) -> float:
+    """The predicted time of a schedule.
+
+    Args:
+      schedule: what to price.
+      nbytes: size of the whole buffer in bytes, as it travels.
+      link: what the ranks are joined by.
+      across: if given, what groups of `inner` ranks are joined by; `link` is then the one inside.
+      inner: ranks in a group.
+
+    Returns:
+      Seconds.
+
+    Example:
+      >>> from jax_ring.schedules import ring
+      >>> f"{predict(ring(8), 1e9, Link(alpha=0.0, beta=1 / 400e9)) * 1e3:.3f} ms"
+      '4.375 ms'
+    """
+    if across is not None:
+        return sum(
+            predict(part, nbytes, across if crosses else link)
+            for crosses, part in _levels(schedule, inner)
+        )
+    touched = _touched(schedule, nbytes, link) if link.gamma else 0.0
+    if not link.shared:
+        return (
+            cost(schedule, nbytes, link.alpha, link.beta, ports=link.ports) + link.gamma * touched
+        )
+    # Each step is a rendezvous of all ranks, one after the other in whatever channel.
+    steps = sum(run.count for run in schedule.steps.runs if run.first.perm)
+    sent = cost(schedule, nbytes, 0.0, link.beta)
+    return schedule.ranks * (steps * link.alpha + sent + link.gamma * touched)
+
+
+def _levels(schedule: Schedule, inner: int) -> Iterator[tuple[bool, Schedule]]:
+    """The steps that stay inside of groups, and those that leave them."""
+    runs: dict[bool, list[Any]] = {False: [], True: []}
+    for run in schedule.steps.runs:
+        crosses = any(s // inner != d // inner for s, d in run.first.perm)
+        runs[crosses].append(run)
+    for crosses, chosen in runs.items():
+        yield crosses, dataclasses.replace(schedule, steps=_renumbered(chosen))
+
+
+def _renumbered(runs: list[Any]) -> Any:
+    """Runs whose channels are numbered from 0 again, as those of a schedule must be."""
+    channels = {c: i for i, c in enumerate(sorted({run.first.channel for run in runs}))}
+    return [
+        dataclasses.replace(
+            run, first=dataclasses.replace(run.first, channel=channels[run.first.channel])
+        )
+        for run in runs
+    ]
+
+
+def _touched(schedule: Schedule, nbytes: float, link: Link) -> float:
+    """Bytes that a rank reads and writes, those of large messages counted `spill` times."""
+    state = plan(schedule)
+    each = nbytes / schedule.chunks
+    chunks = 0.0
+    for segment in _segments(state):
+        spill = link.spill if segment.first.k * each > link.cache else 1.0
+        chunks += spill * _passes(segment, schedule.chunks) * segment.first.k
+    # Where parts are stored the operand is copied first, unless it was donated.
+    stores = any(s.traits.store and s.first.k < schedule.chunks for s in _segments(state))
+    return chunks * each + 2 * nbytes * stores
+
+
+def _segments(state: Plan) -> Iterator[Segment]:
+    for channel in state.channels:
+        yield from channel
+
+
+def _passes(segment: Segment, chunks: int) -> float:
+    """How often the steps of a segment read or write each byte of their messages."""
+    whole = segment.first.k == chunks
+    loads = (segment.traits.origin.source is Source.LOAD) + (segment.count - 1) * (
+        segment.rest.source is Source.LOAD
+    )
+    each = 2 + 3 * (segment.first.op is Op.REDUCE) + 2 * (segment.traits.store and not whole)
+    return segment.count * each + 2 * loads * (not whole)
+
+
+# --- choosing -------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Choice:
+    """What was chosen, and why.
+
+    Attributes:
+      algorithm: a name in `schedules.FAMILIES`, "xla", or a schedule.
+      seconds: its predicted time.
+      reason: one sentence.
+      candidates: what it was chosen from: names and predicted seconds, the best first.
+    """
+
+    algorithm: str | Schedule
+    seconds: float
+    reason: str
+    candidates: tuple[tuple[str, float], ...]
+
+
+MOST_SEGMENTS = 64
+
+
+@functools.lru_cache(maxsize=4096)
+def choose(
+    kind: Kind,
+    ranks: int,
+    nbytes: int,
+    link: Link,
+    *,
+    across: Link | None = None,
+    inner: int = 1,
+    segments: int = MOST_SEGMENTS,
+    allow_xla: bool = False,
+) -> Choice:
+    """Chooses the algorithm with the smallest predicted time.
+
+    Args:
+      kind: the collective.
+      ranks: the number of ranks.
+      nbytes: size of the whole buffer in bytes: what is reduced, or the result of an all-gather.
+      link: what the ranks are joined by.
+      across: if given, what groups of `inner` consecutive ranks are joined by, for hierarchies.
+      inner: ranks in a group.
+      segments: the most segments into which the ring may be divided.
+      allow_xla: whether lax's own op is a candidate.
+
+    Returns:
+      The choice, cached.
+
+    Complexity: builds every candidate; a few milliseconds for 64 ranks, once for each size.
+
+    Example:
+      >>> for nbytes in (4 << 10, 4 << 20):
+      ...     print(choose(Kind.ALL_REDUCE, 8, nbytes, LINKS["cpu"]).algorithm)
+      recursive_doubling
+      ring
+    """
+    slowest = across or link
+    candidates: list[tuple[str, str | Schedule, float]] = []
+    for name, algorithm, schedule in _candidates(kind, ranks, nbytes, link, segments):
+        candidates.append((name, algorithm, predict(schedule, nbytes, slowest)))
+    if across is not None and kind is Kind.ALL_REDUCE and 1 < inner < ranks:
+        schedule = hierarchical(inner, ranks // inner)
+        seconds = predict(schedule, nbytes, link, across=across, inner=inner)
+        candidates.append(("hierarchical", schedule, seconds))
+    if allow_xla:
+        candidates.append(("xla", "xla", _by_xla(kind, ranks, nbytes, slowest)))
+    candidates.sort(key=lambda candidate: candidate[2])
+    name, algorithm, seconds = candidates[0]
+    return Choice(algorithm, seconds, _reason(candidates), tuple((c[0], c[2]) for c in candidates))
+
+
+def _candidates(
+    kind: Kind, ranks: int, nbytes: int, link: Link, segments: int
+) -> Iterator[tuple[str, str | Schedule, Schedule]]:
+    for name in names(kind):
+        if name == "direct" and ranks > 64:
+            continue  # As many bytes and steps as the ring, in tables of ranks x ranks.
+        yield name, name, make(name, kind, ranks)
+    parts = min(segments, 1 << max(0, math.ceil(math.log2(max(nbytes / ranks / link.cache, 1)))))
+    if kind is Kind.ALL_REDUCE and parts > 1:
+        schedule = ring(ranks, segments=parts)
+        yield f"ring of {parts} segments", schedule, schedule
+
+
+def _by_xla(kind: Kind, ranks: int, nbytes: int, link: Link) -> float:
+    """The time of lax's own op: one step where ranks share memory, else that of the ring."""
+    if not link.shared:
+        return predict(make("ring", kind, ranks), nbytes, link)
+    passes = 5 if kind is Kind.ALL_REDUCE else 3
+    return ranks * link.alpha + link.gamma * nbytes * passes * (ranks - 1)
+
+
+def _reason(candidates: list[tuple[str, str | Schedule, float]]) -> str:
+    others = ", ".join(f"{name} {seconds * 1e6:.4g}" for name, _, seconds in candidates[1:])
+    name, _, seconds = candidates[0]
+    return f"smallest predicted time: {name} {seconds * 1e6:.4g} us" + (
+        f" (others: {others})" if others else ""
+    )
+
+
+# --- the tuning file ------------------------------------------------------------------------------
+
+SCHEMA, VERSION = "jax_ring.tuning", 1
+
+
+def save_tuning(path: str | os.PathLike[str], links: Mapping[str, Link]) -> None:
+    """Writes a tuning file, whole or not at all.
+
+    Args:
+      path: where; `JAX_RING_TUNING` names it to `algorithm="auto"`.
+      links: the links that it overrides, by their name in `LINKS`.
+
+    Raises:
+      ValueError: for a name that is not in `LINKS`.
+
+    Example:
+      >>> import tempfile, os
+      >>> path = os.path.join(tempfile.mkdtemp(), "tuning.json")
+      >>> save_tuning(path, {"gloo": Link(alpha=1e-3, beta=1e-9, source="measured")})
+      >>> load_tuning(path)["gloo"].alpha
+      0.001
+    """
+    unknown = sorted(set(links) - set(LINKS))
+    if unknown:
+        raise ValueError(f"links must be named as in {list(LINKS)}, got {unknown}")
+    content = {
+        "schema": SCHEMA,
+        "version": VERSION,
+        "links": {name: _written(link) for name, link in links.items()},
+    }
+    target = pathlib.Path(path)
+    with tempfile.NamedTemporaryFile("w", dir=target.parent, suffix=".tmp", delete=False) as file:
+        try:
+            json.dump(content, file, indent=1)
+            file.write("\n")
+            file.flush()
+            os.fsync(file.fileno())
+            os.replace(file.name, target)
+        except BaseException:
+            os.unlink(file.name)
+            raise
+
+
+def _written(link: Link) -> dict[str, Any]:
+    """The fields of a link; an endless cache, which JSON has no number for, is left out."""
+    return {name: value for name, value in dataclasses.asdict(link).items() if value != math.inf}
+
+
+def load_tuning(path: str | os.PathLike[str]) -> Mapping[str, Link]:
+    """Reads a tuning file.
+
+    Args:
+      path: a file as `save_tuning` writes it. What a link leaves out is as in `LINKS`.
+
+    Returns:
+      All links, with the file's in place of those of `LINKS`. Read again when the file changes.
+
+    Raises:
+      ValueError: naming the file and what is wrong with it: not there, no JSON, of another schema
+        or version, a link or a field that there is not, a value that cannot be.
+    """
+    name = os.fspath(path)
+    try:
+        state = os.stat(name)
+        return _load(name, (state.st_mtime_ns, state.st_size))
+    except OSError as error:
+        raise _unusable(name, f"it can't be read: {error.strerror}") from None
+
+
+def _unusable(name: str, why: str) -> ValueError:
+    return ValueError(
+        f"tuning (JAX_RING_TUNING) must name a file as jax_ring.choose.save_tuning writes it, got "
+        f"{name!r}: {why}"
+    )
+
+
+@functools.lru_cache(maxsize=16)
+def _load(name: str, _: tuple[int, int]) -> Mapping[str, Link]:
+    try:
+        content = json.loads(pathlib.Path(name).read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise _unusable(name, f"it is no JSON: {error}") from None
+    if not isinstance(content, dict) or content.get("schema") != SCHEMA:
+        raise _unusable(name, f'it must be an object with "schema": "{SCHEMA}"')
+    if content.get("version") != VERSION:
+        raise _unusable(name, f"its version must be {VERSION}, got {content.get('version')!r}")
+    if set(content) != {"schema", "version", "links"} or not isinstance(content["links"], dict):
+        raise _unusable(name, f'it must have "schema", "version", "links", got {sorted(content)}')
+    links = dict(LINKS)
+    for link, fields in content["links"].items():
+        if link not in LINKS:
+            raise _unusable(name, f"links are {list(LINKS)}, got {link!r}")
+        links[link] = _changed(name, link, fields)
+    return links
+
+
+def _changed(name: str, link: str, fields: Any) -> Link:
+    known = [field.name for field in dataclasses.fields(Link)]
+    if not isinstance(fields, dict) or not set(fields) <= set(known):
+        raise _unusable(name, f"a link has the fields {known}, got {fields!r} for {link!r}")
+    try:
+        return dataclasses.replace(LINKS[link], **fields)
+    except ValueError as error:
+        raise _unusable(name, f"in link {link!r} {error}") from None
