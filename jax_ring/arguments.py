@@ -10,7 +10,7 @@ import functools
 import math
 import numbers
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -32,6 +32,9 @@ AxisIndexGroups = Sequence[Sequence[int]] | None
 Algorithm = str | Schedule
 Op = str | Callable[[Array, Array], Array]
 Wire = str | WireFormat | None
+# All-reduces over several axes also take one for each level.
+AlgorithmByLevel = Algorithm | Mapping[Any, str]
+WireByLevel = Wire | Mapping[Any, Wire]
 
 _REDUCTIONS = {"sum": SUM, "mean": SUM, "max": MAX, "min": MIN, "prod": PROD}
 _KINDS = ("floating", "complexfloating", "signedinteger", "unsignedinteger", "bool_")
@@ -389,10 +392,69 @@ def _hierarchy(name: str, kind: Kind, axes: Axes, groups: Groups | None) -> Sche
         raise ValueError(
             f"{name}: algorithm='hierarchical' wants an axis for each level, the outer ones first, "
             f"as in axis_name=('node', 'local'), and no axis_index_groups; got axis_name="
-            f"{_show(axes)}. For levels within one axis pass schedules.hierarchical(inner, outer)"
+            f"{_show(axes)}. For levels within one axis pass algorithm=jax_ring.hosts.hierarchical("
+            "mesh, axis), or schedules.hierarchical(inner, outer)"
         )
     sizes = [lax.axis_size(axis) for axis in axes]
     return hierarchical(sizes[-1], math.prod(sizes[:-1]))
+
+
+@dataclasses.dataclass(frozen=True)
+class Level:
+    """How an all-reduce is carried out over one of several axes."""
+
+    axis: str
+    algorithm: str
+    wire: Wire
+
+
+def levels(
+    api: str,
+    axis_name: AxisName,
+    axis_index_groups: AxisIndexGroups,
+    algorithm: AlgorithmByLevel,
+    wire: WireByLevel,
+) -> tuple[Level, ...]:
+    """The levels of an all-reduce that says for each axis how, in the order of the axes.
+
+    Raises:
+      ValueError: for groups, an axis that is not among those reduced over, or a schedule, which is
+        for all axes at once.
+    """
+    name = f"jax_ring.{api}"
+    axes = _axes(name, axis_name)
+    for argument, given in (("algorithm", algorithm), ("wire", wire)):
+        unknown = [axis for axis in given if axis not in axes] if isinstance(given, Mapping) else []
+        if unknown:
+            raise ValueError(
+                f"{name}: {argument} names the axes {unknown}, but the reduction is over {axes}"
+            )
+    if axis_index_groups is not None:
+        raise ValueError(
+            f"{name}: axis_index_groups must be None where algorithm or wire is given for each axis"
+        )
+    if isinstance(algorithm, Schedule):
+        raise ValueError(
+            f"{name}: algorithm must be a name, or names by axis, where wire is given for each "
+            f"axis; got {algorithm!r}"
+        )
+    if algorithm == "hierarchical":
+        algorithm = "auto"  # Having levels is what makes it one.
+    return tuple(
+        Level(
+            axis,
+            algorithm.get(axis, "auto") if isinstance(algorithm, Mapping) else algorithm,
+            wire.get(axis) if isinstance(wire, Mapping) else wire,
+        )
+        for axis in axes
+    )
+
+
+def wide(x: Array, reduce_dtype: Any) -> Array:
+    """A leaf in the dtype asked for, if it is of that kind."""
+    if reduce_dtype is None or _kind(x.dtype) != _kind(jnp.dtype(reduce_dtype)):
+        return x
+    return x.astype(reduce_dtype)
 
 
 def _requested_dtype(name: str, requested: Any, x: Any) -> Any:

@@ -31,9 +31,9 @@ class Link:
       beta: seconds per byte that a rank sends.
       gamma: seconds per byte that a rank reads or writes in memory on the way; 0 where the link is
         so much slower that memory does not count.
-      cache: bytes of a message up to which gamma holds; larger ones take `spill` times as long.
-        The ring is divided into segments with chunks of at most this size.
-      spill: how many times gamma a byte of a larger message costs.
+      spills: pairs (bytes, factor), ascending: in a message of more than so many bytes, which some
+        cache no longer holds, a byte costs so many times gamma. The ring may be divided into
+        segments whose chunks are of at most the last of these sizes.
       ports: messages that a rank sends at once without slowing down.
       shared: whether all ranks share the cores and the memory of one machine, so that every cost is
         one for each rank.
@@ -43,8 +43,7 @@ class Link:
     alpha: float
     beta: float
     gamma: float = 0.0
-    cache: float = math.inf
-    spill: float = 1.0
+    spills: tuple[tuple[int, float], ...] = ()
     ports: int = 1
     shared: bool = False
     source: str = ""
@@ -55,14 +54,23 @@ class Link:
             value = getattr(self, name)
             if not _is_number(value) or not 0 <= value < math.inf:
                 raise ValueError(f"{name} must be a finite number of at least 0, got {value!r}")
-        if not _is_number(self.cache) or not self.cache > 0:
-            raise ValueError(f"cache must be a positive number of bytes, got {self.cache!r}")
-        if not _is_number(self.spill) or not 1 <= self.spill < math.inf:
-            raise ValueError(f"spill must be a finite number of at least 1, got {self.spill!r}")
+        _check_spills(self.spills)
         if isinstance(self.ports, bool) or not isinstance(self.ports, int) or self.ports < 1:
             raise ValueError(f"ports must be an integer of at least 1, got {self.ports!r}")
         if not isinstance(self.shared, bool) or not isinstance(self.source, str):
             raise ValueError("shared must be a bool and source a text")
+
+
+def _check_spills(spills: Any) -> None:
+    pairs = isinstance(spills, tuple) and all(
+        isinstance(pair, tuple) and len(pair) == 2 and all(map(_is_number, pair)) for pair in spills
+    )
+    if not pairs or any(size <= 0 or not 1 <= factor < math.inf for size, factor in spills):
+        raise ValueError(
+            f"spills must be pairs of a size > 0 and a finite factor >= 1, got {spills!r}"
+        )
+    if list(spills) != sorted(spills):
+        raise ValueError(f"spills must ascend, got {spills!r}")
 
 
 def _is_number(value: Any) -> bool:
@@ -71,11 +79,10 @@ def _is_number(value: Any) -> bool:
 
 LINKS: Mapping[str, Link] = {
     "cpu": Link(
-        alpha=15e-6,
+        alpha=14e-6,
         beta=0.0,
-        gamma=0.03e-9,
-        cache=1 << 20,
-        spill=1.5,
+        gamma=0.015e-9,
+        spills=((128 << 10, 2.0), (1 << 20, 2.8)),
         shared=True,
         source="devices of one process, fitted to benchmarks/inprocess.py on two cores",
     ),
@@ -191,16 +198,20 @@ def _renumbered(runs: list[Any]) -> Any:
 
 
 def _touched(schedule: Schedule, nbytes: float, link: Link) -> float:
-    """Bytes that a rank reads and writes, those of large messages counted `spill` times."""
+    """Bytes that a rank reads and writes, those that spill counted as often as they cost."""
     state = plan(schedule)
     each = nbytes / schedule.chunks
-    chunks = 0.0
+    touched = 0.0
     for segment in _segments(state):
-        spill = link.spill if segment.first.k * each > link.cache else 1.0
-        chunks += spill * _passes(segment, schedule.chunks) * segment.first.k
+        message = segment.first.k * each
+        touched += _spilled(link, message) * _passes(segment, schedule.chunks) * message
     # Where parts are stored the operand is copied first, unless it was donated.
     stores = any(s.traits.store and s.first.k < schedule.chunks for s in _segments(state))
-    return chunks * each + 2 * nbytes * stores
+    return touched + 2 * nbytes * stores * _spilled(link, each)
+
+
+def _spilled(link: Link, message: float) -> float:
+    return max((factor for size, factor in link.spills if message > size), default=1.0)
 
 
 def _segments(state: Plan) -> Iterator[Segment]:
@@ -298,7 +309,8 @@ def _candidates(
         if name == "direct" and ranks > 64:
             continue  # As many bytes and steps as the ring, in tables of ranks x ranks.
         yield name, name, make(name, kind, ranks)
-    parts = min(segments, 1 << max(0, math.ceil(math.log2(max(nbytes / ranks / link.cache, 1)))))
+    fits = link.spills[-1][0] if link.spills else math.inf
+    parts = min(segments, 1 << math.ceil(math.log2(max(nbytes / ranks / fits, 1))))
     if kind is Kind.ALL_REDUCE and parts > 1:
         schedule = ring(ranks, segments=parts)
         yield f"ring of {parts} segments", schedule, schedule
@@ -348,7 +360,7 @@ def save_tuning(path: str | os.PathLike[str], links: Mapping[str, Link]) -> None
     content = {
         "schema": SCHEMA,
         "version": VERSION,
-        "links": {name: _written(link) for name, link in links.items()},
+        "links": {name: dataclasses.asdict(link) for name, link in links.items()},
     }
     target = pathlib.Path(path)
     with tempfile.NamedTemporaryFile("w", dir=target.parent, suffix=".tmp", delete=False) as file:
@@ -361,11 +373,6 @@ def save_tuning(path: str | os.PathLike[str], links: Mapping[str, Link]) -> None
         except BaseException:
             os.unlink(file.name)
             raise
-
-
-def _written(link: Link) -> dict[str, Any]:
-    """The fields of a link; an endless cache, which JSON has no number for, is left out."""
-    return {name: value for name, value in dataclasses.asdict(link).items() if value != math.inf}
 
 
 def load_tuning(path: str | os.PathLike[str]) -> Mapping[str, Link]:
@@ -420,6 +427,9 @@ def _changed(name: str, link: str, fields: Any) -> Link:
     known = [field.name for field in dataclasses.fields(Link)]
     if not isinstance(fields, dict) or not set(fields) <= set(known):
         raise _unusable(name, f"a link has the fields {known}, got {fields!r} for {link!r}")
+    if isinstance(fields.get("spills"), list):
+        pairs = [tuple(pair) if isinstance(pair, list) else pair for pair in fields["spills"]]
+        fields = fields | {"spills": tuple(pairs)}
     try:
         return dataclasses.replace(LINKS[link], **fields)
     except ValueError as error:

@@ -2,8 +2,9 @@
 
 The parameters are those of `jax.lax`, in the same order, then keyword-only:
 
-- `algorithm`: "auto" (what `JAX_RING_ALGORITHM` says; by default the ring, and "direct" over a
-  lossy wire), a name in `jax_ring.schedules.FAMILIES` ("ring", "direct", "halving_doubling",
+- `algorithm`: "auto" (what `JAX_RING_ALGORITHM` says; by default the one with the smallest
+  predicted time, see `jax_ring.choose`, and "direct" over a lossy wire), a name in
+  `jax_ring.schedules.FAMILIES` ("ring", "bidirectional_ring", "direct", "halving_doubling",
   "recursive_doubling", "double_binary_tree"), "hierarchical" (over several axes, the last of which
   is the inner level), "xla" (lax's own op), or a `jax_ring.schedules.Schedule`.
 - `reduce_dtype`: the dtype in which partial results are held and travel. By default the dtype of
@@ -16,11 +17,16 @@ The parameters are those of `jax.lax`, in the same order, then keyword-only:
   such as "bfloat16" or "int8", or a `WireFormat`. Leaves that are not real floats travel as they
   are. Sums are taken in float32, all ranks end with the same bits, and derivatives pass through the
   same format, rounded to the nearest, as if it were exact.
+
+All-reduces over several axes take `algorithm` and `wire` for each axis as well, as in
+`psum(x, ("dcn", "ici"), wire={"dcn": "int8"})`: a reduce-scatter over the last axis, an all-reduce
+over the others, an all-gather over the last, each by what is said for its axis. Its derivative is
+made of the transposes of the three.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 import jax
@@ -28,7 +34,17 @@ import jax.numpy as jnp
 from jax import lax
 
 from jax_ring import _compat, arguments, primitives, xla
-from jax_ring.arguments import Algorithm, AxisIndexGroups, AxisName, Call, Op, Wire
+from jax_ring.arguments import (
+    Algorithm,
+    AlgorithmByLevel,
+    AxisIndexGroups,
+    AxisName,
+    Call,
+    Level,
+    Op,
+    Wire,
+    WireByLevel,
+)
 from jax_ring.executor import Array
 from jax_ring.primitives import PROD, SUM
 from jax_ring.schedules import Kind
@@ -41,9 +57,9 @@ def psum(
     axis_name: AxisName,
     *,
     axis_index_groups: AxisIndexGroups = None,
-    algorithm: Algorithm = "auto",
+    algorithm: AlgorithmByLevel = "auto",
     reduce_dtype: Any = None,
-    wire: Wire = None,
+    wire: WireByLevel = None,
 ) -> Tree:
     """All-reduce sum of `x` over `axis_name`: `jax.lax.psum` as an explicit algorithm.
 
@@ -101,9 +117,9 @@ def pmean(
     axis_name: AxisName,
     *,
     axis_index_groups: AxisIndexGroups = None,
-    algorithm: Algorithm = "auto",
+    algorithm: AlgorithmByLevel = "auto",
     reduce_dtype: Any = None,
-    wire: Wire = None,
+    wire: WireByLevel = None,
 ) -> Tree:
     """All-reduce mean of `x` over `axis_name`: `jax.lax.pmean` as an explicit algorithm.
 
@@ -149,9 +165,9 @@ def pmax(
     axis_name: AxisName,
     *,
     axis_index_groups: AxisIndexGroups = None,
-    algorithm: Algorithm = "auto",
+    algorithm: AlgorithmByLevel = "auto",
     reduce_dtype: Any = None,
-    wire: Wire = None,
+    wire: WireByLevel = None,
 ) -> Tree:
     """All-reduce maximum of `x` over `axis_name`: `jax.lax.pmax` as an explicit algorithm.
 
@@ -194,9 +210,9 @@ def pmin(
     axis_name: AxisName,
     *,
     axis_index_groups: AxisIndexGroups = None,
-    algorithm: Algorithm = "auto",
+    algorithm: AlgorithmByLevel = "auto",
     reduce_dtype: Any = None,
-    wire: Wire = None,
+    wire: WireByLevel = None,
 ) -> Tree:
     """All-reduce minimum of `x` over `axis_name`: `jax.lax.pmin` as an explicit algorithm.
 
@@ -238,9 +254,9 @@ def all_reduce(
     *,
     identity: Any = None,
     axis_index_groups: AxisIndexGroups = None,
-    algorithm: Algorithm = "auto",
+    algorithm: AlgorithmByLevel = "auto",
     reduce_dtype: Any = None,
-    wire: Wire = None,
+    wire: WireByLevel = None,
 ) -> Tree:
     """All-reduce of `x` over `axis_name` by any operation: the generic form of `psum`.
 
@@ -492,6 +508,8 @@ def _map_leaves(f: Callable[[Any, int], Any], x: Tree) -> Tree:
 
 
 def _all_reduce(x: Tree, axis_name: AxisName, *, api: str, **given: Any) -> Tree:
+    if isinstance(given["algorithm"], Mapping) or isinstance(given["wire"], Mapping):
+        return _by_levels(x, axis_name, api=api, **given)
     call = arguments.parse(api, x, axis_name, Kind.ALL_REDUCE, **given)
     if not call.axes:
         return x
@@ -505,6 +523,54 @@ def _all_reduce(x: Tree, axis_name: AxisName, *, api: str, **given: Any) -> Tree
         return _reduced(call, leaf, position, mean=call.mean)
 
     return _map_leaves(reduce, x)
+
+
+def _by_levels(
+    x: Tree,
+    axis_name: AxisName,
+    *,
+    api: str,
+    axis_index_groups: AxisIndexGroups,
+    algorithm: AlgorithmByLevel,
+    wire: WireByLevel,
+    **op: Any,
+) -> Tree:
+    levels = arguments.levels(api, axis_name, axis_index_groups, algorithm, wire)
+    if not levels:
+        return x
+
+    def reduce(leaf: Any, _: int) -> Any:
+        if isinstance(leaf, jax.core.Tracer):
+            return _reduced_by_levels(leaf, levels, api, op)
+        how = {"algorithm": "auto", "wire": None, "axis_index_groups": None}
+        return _all_reduce(leaf, axis_name, api=api, **how, **op)
+
+    return _map_leaves(reduce, x)
+
+
+def _reduced_by_levels(
+    leaf: Array, levels: tuple[Level, ...], api: str, op: dict[str, Any]
+) -> Array:
+    """Reduce-scatters over the last axis, reduces over the others, and gathers."""
+    *outer, inner = levels
+    how: dict[str, Any] = {"algorithm": inner.algorithm, "wire": inner.wire}
+    how["axis_index_groups"] = None
+    if not outer:
+        return _all_reduce(leaf, inner.axis, api=api, **how, **op)
+    wide = arguments.wide(leaf, op["reduce_dtype"])
+    ranks = lax.axis_size(inner.axis)
+    even = [d for d, size in enumerate(leaf.shape) if size % ranks == 0]
+    d = even[0] if even else 0
+    rows = wide if even else jnp.pad(wide.reshape(-1), (0, -leaf.size % ranks))
+    part = _reduce_scatter(
+        rows, inner.axis, api="reduce_scatter", scatter_dimension=d, tiled=True, **how, **op
+    )
+    part = _reduced_by_levels(part, tuple(outer), api, op)
+    if wide is not leaf:
+        part = part.astype(leaf.dtype)
+    to = "invarying" if _compat.check_vma() else "varying"
+    whole = all_gather(part, inner.axis, axis=d, tiled=True, to=to, **how)
+    return whole if even else whole[: leaf.size].reshape(leaf.shape)
 
 
 def _counted(call: Call, leaf: Array) -> Array:

@@ -25,7 +25,7 @@ from jax_ring.schedules import (
 from jax_ring.schedules.families import make, names
 
 NETWORK = Link(alpha=1e-5, beta=1e-9)
-SHARED = Link(alpha=1e-5, beta=0.0, gamma=1e-9, cache=1 << 20, spill=2.0, shared=True)
+SHARED = Link(alpha=1e-5, beta=0.0, gamma=1e-9, spills=((1 << 20, 2.0),), shared=True)
 
 
 def test_predictions_are_the_closed_forms():
@@ -178,8 +178,10 @@ def test_groups(groups):
 
 def test_a_tuning_file_overrides_what_it_names(tmp_path):
     path = tmp_path / "tuning.json"
-    save_tuning(path, {"cpu": Link(alpha=1.0, beta=0.0, shared=True, source="slow steps")})
+    slow = Link(alpha=1.0, beta=0.0, spills=((7, 1.5),), shared=True, source="slow steps")
+    save_tuning(path, {"cpu": slow})
     links = load_tuning(path)
+    assert links["cpu"] == slow
     assert links["cpu"].alpha == 1.0
     assert links["gloo"] == LINKS["gloo"]
     with jax_ring.config(tuning=str(path)):
@@ -264,8 +266,10 @@ def test_unknown_links_are_not_written(tmp_path):
     [
         ("alpha", float("nan"), "alpha must be a finite number of at least 0"),
         ("beta", True, "beta must be a finite number"),
-        ("cache", 0, "cache must be a positive number of bytes, got 0"),
-        ("spill", 0.5, "spill must be a finite number of at least 1, got 0.5"),
+        ("spills", ((0, 2.0),), "spills must be pairs of a size > 0"),
+        ("spills", ((1, 0.5),), "spills must be pairs of a size > 0 and a finite factor >= 1"),
+        ("spills", ((2, 1.0), (1, 2.0)), "spills must ascend"),
+        ("spills", 3, "spills must be pairs"),
         ("ports", 1.5, "ports must be an integer of at least 1, got 1.5"),
         ("shared", 1, "shared must be a bool"),
     ],

@@ -2,6 +2,7 @@
 
 import functools
 import inspect
+import re
 
 import jax
 import jax.numpy as jnp
@@ -801,6 +802,108 @@ def test_algorithms_that_are_all_reduces_only():
     with jax_ring.config(algorithm="recursive_doubling"):  # What "auto" means, where it can.
         scattered = jax.vmap(lambda v: jax_ring.psum_scatter(v, "x"), axis_name="x")
         np.testing.assert_array_equal(scattered(np.ones((4, 4))), [4.0] * 4)
+
+
+# Levels with a wire and an algorithm each.
+
+
+@pytest.mark.parametrize("shape", [(16,), (3, 5), (), (5, 8), (0, 3)])
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_levels_of_their_own(shape, check_vma):
+    m = mesh(2, 3)
+    x = integers((6, *shape), np.float32)
+
+    def f(v):
+        by_level = {"x": "recursive_doubling", "y": "ring"}
+        return (
+            jax_ring.psum(v, ("x", "y"), algorithm=by_level),
+            jax_ring.pmean(v, ("x", "y"), wire={"x": "float8_e5m2"}),
+            jax_ring.pmax(v.astype(int), ("x", "y"), algorithm={"y": "direct"}),
+            jax_ring.psum(v > 1, ("x", "y"), algorithm={}),
+            jax_ring.psum(v, ("x", "y"), algorithm="hierarchical", wire={}, reduce_dtype=v.dtype),
+        )
+
+    total, mean, largest, count, wide = per_rank(f, m, x, check_vma=check_vma)
+    for result, expected in (
+        (total, x.sum(0)),
+        (largest, x.max(0).astype(np.int32)),
+        (count, (x > 1).sum(0).astype(np.int32)),
+        (wide, x.sum(0)),
+    ):
+        assert all(same_bits(row, np.asarray(expected)) for row in np.asarray(result))
+    assert all(same_bits(row, mean[0]) for row in mean)
+    np.testing.assert_allclose(mean[0], x.mean(0), atol=0.3)
+
+
+def test_three_levels():
+    m = mesh(2, 2, 2)
+    x = integers((8, 12), np.float32)
+    f = functools.partial(jax_ring.psum, axis_name=("x", "y", "z"), wire={"x": "bfloat16"})
+    rows = per_rank(f, m, x)
+    assert all(same_bits(row, x.sum(0)) for row in np.asarray(rows))
+
+
+@pytest.mark.parametrize("wire", [None, "bfloat16", "int8"])
+def test_bytes_across_the_outer_level(wire):
+    hosts, local, size = 2, 4, 1 << 14
+    m = mesh(hosts, local)
+    f = jax.shard_map(
+        lambda v: jax_ring.psum(v, ("x", "y"), algorithm="hierarchical", wire={"x": wire}),
+        mesh=m,
+        in_specs=P(("x", "y")),
+        out_specs=P(),
+    )
+    hlo = compiled(f, sharded(m, P(("x", "y")), (hosts * local * size,)))
+    assert not hlo.other_collectives
+    crossing, within = 0, 0
+    for line in hlo.text.splitlines():
+        if " collective-permute(" not in line:
+            continue
+        kind, length = re.search(r"= (\w+?)\[(\d+)[\d,]*\]", line).groups()
+        pairs = re.search(r"source_target_pairs=\{\{(.*?)\}\}", line)[1].split("},{")
+        crosses = [int(s) // local != int(t) // local for s, t in (p.split(",") for p in pairs)]
+        assert len(set(crosses)) == 1, "a step stays inside or leaves on all ranks"
+        nbytes = int(length) * {"f32": 4, "u16": 2, "s8": 1, "u8": 1}[kind]
+        if crosses[0]:
+            crossing += nbytes
+        else:
+            within += nbytes
+    share = 2 * (hosts - 1) / hosts * 4 * size / local  # 2 (H-1)/H S/G
+    assert within == 2 * (local - 1) / local * 4 * size
+    if wire == "int8":
+        assert crossing <= 0.27 * share
+    else:
+        assert crossing == share * (0.5 if wire else 1)
+
+
+def test_levels_differentiate():
+    m = mesh(2, 3)
+
+    def loss(v):
+        return (jax_ring.psum(v, ("x", "y"), algorithm={"x": "ring"}) ** 2).sum()
+
+    x = integers((6, 7), np.float32)
+    rows = per_rank(lambda v: jax.grad(loss)(v), m, x)
+    assert all(same_bits(row, 2 * x.sum(0)) for row in np.asarray(rows))
+
+
+def test_bad_levels():
+    cases = [
+        (
+            {"wire": {"z": "int8"}},
+            r"wire names the axes \['z'\], but the reduction is over \('x', 'y'",
+        ),
+        ({"algorithm": {"node": "ring"}}, r"algorithm names the axes \['node'\]"),
+        ({"wire": {}, "axis_index_groups": [[0, 1, 2, 3]]}, "axis_index_groups must be None"),
+        ({"wire": {}, "algorithm": jax_ring.schedules.ring(4)}, "algorithm must be a name"),
+        ({"algorithm": {"y": "double_binary_tree"}}, "is an all-reduce only"),
+        ({"wire": {"x": "int3"}}, "int3"),
+    ]
+    for how, message in cases:
+        with pytest.raises(ValueError, match=message):
+            per_rank(
+                lambda v, how=how: jax_ring.psum(v, ("x", "y"), **how), mesh(2, 2), np.ones((4, 4))
+            )
 
 
 def test_hierarchies_want_levels():
