@@ -16,7 +16,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 import jax_ring
-from jax_ring.schedules import FAMILIES, Kind
+from jax_ring.schedules import Kind
 from jax_ring.schedules.families import names
 
 N = 8
@@ -738,14 +738,47 @@ def test_dimensions_out_of_bounds(dimension):
         on_ranks(lambda v: jax_ring.all_gather(v, "x", axis="a"))
 
 
-@pytest.mark.parametrize("algorithm", [*FAMILIES, "hierarchical"])
-def test_every_algorithm_by_name(algorithm):
-    shape = (2, 4) if algorithm == "hierarchical" else (6,)
-    m = mesh(*shape)
-    axes = m.axis_names
-    x = integers((m.size, 101), np.float32)
-    rows = per_rank(lambda v: jax_ring.psum(v, axes, algorithm=algorithm), m, x)
-    assert all(same_bits(row, x.sum(0)) for row in np.asarray(rows))
+SLOW = pytest.mark.slow
+
+
+@pytest.mark.parametrize("n", [1, 2, 5, *(pytest.param(n, marks=SLOW) for n in (3, 4, 6, 7, 8))])
+@pytest.mark.parametrize("kind", list(Kind))
+def test_every_algorithm_on_devices(kind, n):
+    x = integers((n, 2 * n, 3), np.float32)
+    names_of_kind = names(kind)
+
+    def f(v):
+        return [by(v, algorithm) for algorithm in names_of_kind]
+
+    by, expected = _collective(kind, x)
+    for rows in per_rank(f, n, x):
+        assert same_bits(np.asarray(rows), expected)
+
+
+@pytest.mark.parametrize("n", [1, 3, 8, 13, *(pytest.param(n, marks=SLOW) for n in range(2, 17))])
+@pytest.mark.parametrize("kind", list(Kind))
+def test_every_algorithm_over_a_vmapped_axis(kind, n):
+    x = integers((n, 2 * n, 3), np.float32)
+    by, expected = _collective(kind, x)
+    for algorithm in names(kind):
+        rows = jax.vmap(lambda v, a=algorithm: by(v, a), axis_name="x")(x)
+        if kind is not Kind.REDUCE_SCATTER:
+            rows = jnp.broadcast_to(rows, expected.shape)
+        assert same_bits(np.asarray(rows), expected)
+
+
+def _collective(kind, x):
+    """A collective by an algorithm, and NumPy's result on every rank."""
+    n = len(x)
+    if kind is Kind.ALL_REDUCE:
+        everyone = np.broadcast_to(x.sum(0), x.shape)
+        return lambda v, algorithm: jax_ring.psum(v, "x", algorithm=algorithm), everyone
+    if kind is Kind.REDUCE_SCATTER:
+        parts = x.sum(0).reshape(n, 2, 3)
+        how = {"tiled": True}
+        return lambda v, algorithm: jax_ring.psum_scatter(v, "x", algorithm=algorithm, **how), parts
+    everyone = np.broadcast_to(x, (n, *x.shape))
+    return lambda v, algorithm: jax_ring.all_gather(v, "x", algorithm=algorithm), everyone
 
 
 @pytest.mark.parametrize("unroll", [32, 1])
@@ -780,17 +813,6 @@ def test_hierarchies_of_any_mesh(sizes):
     x = integers((m.size, 101), np.float32)
     rows = per_rank(lambda v: jax_ring.psum(v, ("x", "y"), algorithm="hierarchical"), m, x)
     assert all(same_bits(row, x.sum(0)) for row in np.asarray(rows))
-
-
-def test_scatters_and_gathers_by_name():
-    n = 6
-    x = integers((n, 12), np.float32)
-    for algorithm in names(Kind.REDUCE_SCATTER):
-        how = {"algorithm": algorithm, "tiled": True}
-        parts = per_rank(lambda v, how=how: jax_ring.psum_scatter(v, "x", **how), n, x)
-        assert same_bits(np.asarray(parts).reshape(-1), x.sum(0))
-        whole = per_rank(lambda v, how=how: jax_ring.all_gather(v, "x", **how), n, x)
-        assert all(same_bits(row, x.reshape(-1)) for row in np.asarray(whole))
 
 
 def test_algorithms_that_are_all_reduces_only():

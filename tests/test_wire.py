@@ -441,7 +441,7 @@ def test_gradients(check_vma):
     assert near(gradients("int8"), gradients(None), 0.05)
 
 
-@pytest.mark.parametrize("reducer", ["auto", "native", "xla"])
+@pytest.mark.parametrize("reducer", ["native", pytest.param("xla", marks=pytest.mark.slow)])
 def test_gradients_over_a_vmapped_axis(reducer):
     x, c = data(12, ranks=3), data(12, 1, ranks=3)
 

@@ -227,6 +227,7 @@ def test_the_module_plans_without_a_backend():
 
 
 @pytest.mark.slow
+@pytest.mark.slow
 def test_4096_ranks_are_planned_in_less_than_a_minute():
     start = time.perf_counter()
     plan = planned("-n 4096 --size 1GB --dtype bf16 --topology nvlink8+ib")

@@ -19,6 +19,7 @@ def test_replace_psum_agrees_and_shows_the_ring(run_example) -> None:
     assert float(difference[1]) < 1e-6
 
 
+@pytest.mark.slow
 def test_pjit_forms_have_equal_losses_and_different_collectives(run_example) -> None:
     out = run_example("pjit_data_parallel.py").stdout.splitlines()
     plain, ring = counts(out[0]), counts(out[1])
