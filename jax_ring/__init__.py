@@ -6,6 +6,7 @@ built as explicit algorithms from `jax.lax.ppermute` inside `jax.shard_map`:
 - the collectives, and their generic forms `all_reduce` and `reduce_scatter`;
 - `jax_ring.schedules`: algorithms as data, with a verifier and a cost model;
 - `jax_ring.wire`: what chunks look like while they travel, for fewer bytes;
+- `jax_ring.gradients`: buckets, reduction inside of backward, accumulation;
 - `jax_ring.error_feedback`: sums over a lossy wire whose errors do not add up;
 - `jax_ring.explain`: every collective of a function, where, by which algorithm and why;
 - `jax_ring.choose`: what `algorithm="auto"` means, its prices, and tuning files;
@@ -25,7 +26,7 @@ Example:
   120.0
 """
 
-from jax_ring import choose, error_feedback, hosts, native, schedules, wire
+from jax_ring import choose, error_feedback, gradients, hosts, native, schedules, wire
 from jax_ring.collectives import (
     all_gather,
     all_reduce,
@@ -47,6 +48,7 @@ __all__ = [
     "config",
     "error_feedback",
     "explain",
+    "gradients",
     "hosts",
     "native",
     "pmax",

@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import jax
+from jax.extend.core import ClosedJaxpr as ClosedJaxpr  # type: ignore[attr-defined]
 from jax.extend.core import JaxprEqn, Primitive
 from jax.interpreters import ad, batching, mlir
 from jax.sharding import AxisType

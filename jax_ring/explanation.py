@@ -22,10 +22,11 @@ from typing import TYPE_CHECKING, Any
 import jax
 import numpy as np
 import numpy.typing as npt
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Primitive
+from jax.extend.core import Jaxpr, JaxprEqn, Primitive
 from jax.interpreters import partial_eval
 
 from jax_ring import _compat, arguments, choose, layout, primitives
+from jax_ring._compat import ClosedJaxpr
 from jax_ring.executor import Groups
 from jax_ring.plan import plan
 from jax_ring.primitives import MAX, MIN, SUM

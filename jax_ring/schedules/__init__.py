@@ -30,7 +30,7 @@ from jax_ring.schedules.schedule import (
     Steps,
     compose,
 )
-from jax_ring.schedules.verify import verify
+from jax_ring.schedules.verify import position_independent, verify
 
 __all__ = [
     "FAMILIES",
@@ -54,6 +54,7 @@ __all__ = [
     "halving_doubling_all_gather",
     "halving_doubling_reduce_scatter",
     "hierarchical",
+    "position_independent",
     "recursive_doubling",
     "ring",
     "ring_all_gather",

@@ -218,7 +218,7 @@ class Simulator:
             span.longest * traffic.rounds
             for span, traffic in zip(spans, self._traffic, strict=True)
         )
-        tick = limit / _TICKS or 1.0
+        tick = float(limit) / _TICKS or 1.0
         state = _State(_ticks(late, tick), np.zeros(len(self._bandwidths), np.int64))
         for traffic, span in zip(self._traffic, spans, strict=True):
             _advance(state, traffic, span.in_ticks(tick))

@@ -27,8 +27,9 @@ _Chunks = list[list[_Value | None]]
 class _Machine:
     """The chunks of all ranks, executed one step at a time."""
 
-    def __init__(self, schedule: Schedule) -> None:
+    def __init__(self, schedule: Schedule, *, by_rank_alone: bool = False) -> None:
         self.schedule = schedule
+        self.by_rank_alone = by_rank_alone  # Contributions of a rank to all chunks look alike.
         self.expressions: dict[tuple[int, int], int] = {}
         self.state: _Chunks = [
             [self._initial(rank, chunk) for chunk in range(schedule.chunks)]
@@ -41,7 +42,8 @@ class _Machine:
         if self.schedule.kind is Kind.ALL_GATHER:
             owner = chunk * self.schedule.ranks // self.schedule.chunks
             return _Value(chunk, 1 << rank, -1 - chunk) if owner == rank else None
-        return _Value(chunk, 1 << rank, -1 - (rank * self.schedule.chunks + chunk))
+        place = rank if self.by_rank_alone else rank * self.schedule.chunks + chunk
+        return _Value(chunk, 1 << rank, -1 - place)
 
     def run(self, steps: list[tuple[int, Step]]) -> None:
         """Executes a round: all sends read what was there before it."""
@@ -234,3 +236,26 @@ def verify(schedule: Schedule) -> None:
     for steps in schedule.by_round():
         machine.run(steps)
     machine.check_result()
+
+
+def position_independent(schedule: Schedule) -> bool:
+    """Whether an all-reduce adds the ranks in the same order in every chunk.
+
+    An element's sum then has the same bits wherever in a buffer it lies, whatever else is in it.
+
+    Args:
+      schedule: of kind ALL_REDUCE, one that `verify` accepts.
+
+    Returns:
+      Whether all chunks are reduced by the same tree.
+
+    Example:
+      >>> from jax_ring.schedules import halving_doubling, recursive_doubling, ring
+      >>> [position_independent(make(8)) for make in (ring, halving_doubling, recursive_doubling)]
+      [False, True, True]
+    """
+    machine = _Machine(schedule, by_rank_alone=True)
+    for steps in schedule.by_round():
+        machine.run(steps)
+    trees = {value.expression for value in machine.state[0] if value is not None}
+    return len(trees) == 1
