@@ -222,7 +222,8 @@ class Simulator:
         state = _State(_ticks(late, tick), np.zeros(len(self._bandwidths), np.int64))
         for traffic, span in zip(self._traffic, spans, strict=True):
             _advance(state, traffic, span.in_ticks(tick))
-        return self._result(state.ready * tick, self._link_chunks[:-1] * chunk)
+        finish = state.ready.astype(np.float64) * tick
+        return self._result(finish, self._link_chunks[:-1] * chunk)
 
     def _of_ranks(self, name: str, values: Mapping[int, float], usual: float) -> Floats:
         result = np.full(self.schedule.ranks, usual)
