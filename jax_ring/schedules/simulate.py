@@ -362,7 +362,7 @@ def _advance(state: _State, traffic: _Traffic, durations: _Durations) -> None:
         _round(state, traffic, durations, traffic.shared)
         done += 1
         period = done - marked
-        # Grows, so that what repeats after several rounds is found, and looking for it is cheap.
+        # Grows, so that looking stays cheap where ranks take long to fall into step.
         if period <= done // _LOOK:
             continue
         now = _moving(state, traffic)

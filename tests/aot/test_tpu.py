@@ -23,7 +23,7 @@ def program(f, mesh, dtype=np.float32) -> Scheduled:
 
 @pytest.mark.parametrize(("dtype", "bits"), [(np.float32, "f32"), (jnp.bfloat16, "u16")])
 def test_the_rings_permutes_are_asynchronous(tpus, dtype, bits):
-    hlo = program(lambda x: jax_ring.psum(x, "data"), tpus, dtype)
+    hlo = program(lambda x: jax_ring.psum(x, "data", algorithm="ring"), tpus, dtype)
     assert hlo.permutes == [(bits, LENGTH // 8)] * 14
     assert hlo.other_collectives == []
     assert hlo.counts["collective-permute-start"] == hlo.counts["collective-permute-done"] == 14

@@ -76,8 +76,8 @@ total, gathered, top = map(local, g(rows(x)))
 assert (total == x.sum(0)).all() and (gathered == x.sum(0)).all() and (top == x.max(0)).all()
 import hashlib
 y = np.random.default_rng(1).normal(size=(N, 1001)).astype(np.float32)
-h = jax.jit(jax.shard_map(lambda v: jax_ring.psum(v[0], "x"), mesh=mesh, in_specs=P("x"),
-                          out_specs=P()))
+h = jax.jit(jax.shard_map(lambda v: jax_ring.psum(v[0], "x", algorithm="ring"), mesh=mesh,
+                          in_specs=P("x"), out_specs=P()))
 print(hashlib.sha256(local(h(rows(y))).tobytes()).hexdigest())
 """
 

@@ -444,6 +444,36 @@ def test_few_rounds_of_a_long_run_are_simulated(monkeypatch):
     assert len(rounds) < 60  # Of 1998.
 
 
+def run_of(perm, ranks, count):
+    table = np.zeros(ranks, int)
+    run = Run(Step(perm, table, table, Op.COPY), count)
+    return Schedule(ranks, 1, [run], Kind.ALL_REDUCE)
+
+
+def test_late_messages_hold_up_a_shared_link_in_every_round():
+    schedule = run_of([(0, 2), (1, 3)], 4, 6)
+    result = simulate(schedule, 10.0, dumbbell(), stragglers={1: 5.0})
+    assert result.finish == pytest.approx([0.0, 5.0, 125.0, 125.0])
+    assert result.finish == pytest.approx(event_loop(schedule, 10.0, dumbbell(), {1: 5.0}))
+
+
+def test_multiplied_rounds_leave_those_alone_who_have_no_part_in_them():
+    schedule = run_of([(0, 1), (1, 0)], 4, 1000)
+    result = simulate(schedule, 10.0, Uniform(4, bandwidth=1.0), stragglers={3: 7.0})
+    assert result.finish == pytest.approx([10_000.0, 10_000.0, 0.0, 7.0])
+
+
+def test_ranks_that_take_long_to_fall_into_step_are_multiplied_then(monkeypatch):
+    rounds = []
+    original = module._round
+    monkeypatch.setattr(module, "_round", lambda *a: rounds.append(1) or original(*a))
+    n = 200  # A delay takes as many rounds to reach everybody.
+    schedule = run_of([(r, (r + 1) % n) for r in range(n)], n, 100_000)
+    result = simulate(schedule, 2.0, Uniform(n, bandwidth=1.0), stragglers={3: 1.0})
+    assert result.finish == pytest.approx(np.full(n, 200_001.0), rel=1e-9)
+    assert n <= len(rounds) < 2 * n
+
+
 @pytest.mark.parametrize("name", FAMILIES)
 def test_algorithms_take_about_what_the_model_says_where_nothing_is_shared(name):
     n, alpha, bandwidth = 16, 5e-6, 45e9
