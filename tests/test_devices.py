@@ -110,7 +110,9 @@ def test_settings_from_the_environment():
         print(on_mesh(lambda v: jax_ring.psum(v, "x")).lower(jnp.ones(8)).as_text())
     """
     assert "all_reduce" in run(code, JAX_RING_ALGORITHM="xla")
-    assert "stablehlo.while" in run(code, JAX_RING_UNROLL="2")
+    by_ring = {"JAX_RING_ALGORITHM": "ring"}
+    assert "stablehlo.while" in run(code, JAX_RING_UNROLL="2", **by_ring)
+    assert "stablehlo.while" not in run(code, **by_ring)
     for variable, value in [("JAX_RING_ALGORITHM", "tree"), ("JAX_RING_UNROLL", "some")]:
         with pytest.raises(AssertionError, match=f"{variable}.* got '{value}'"):
             run(code, **{variable: value})
