@@ -249,7 +249,9 @@ class Choice:
     candidates: tuple[tuple[str, float], ...]
 
 
-MOST_SEGMENTS = 64
+# Each segment is a ring of its own in the program: more would take long to compile.
+MOST_SEGMENTS = 16
+_MOST_CHUNKS = 128
 
 
 @functools.lru_cache(maxsize=4096)
@@ -310,7 +312,9 @@ def _candidates(
             continue  # As many bytes and steps as the ring, in tables of ranks x ranks.
         yield name, name, make(name, kind, ranks)
     fits = link.spills[-1][0] if link.spills else math.inf
-    parts = min(segments, 1 << math.ceil(math.log2(max(nbytes / ranks / fits, 1))))
+    parts = 1 << math.ceil(math.log2(max(nbytes / ranks / fits, 1)))
+    most = max(_MOST_CHUNKS // ranks, 1).bit_length() - 1
+    parts = min(parts, segments, 1 << most)
     if kind is Kind.ALL_REDUCE and parts > 1:
         schedule = ring(ranks, segments=parts)
         yield f"ring of {parts} segments", schedule, schedule

@@ -90,6 +90,13 @@ def test_few_steps_when_small_and_few_bytes_when_large():
     assert large.algorithm.chunks > 8
 
 
+@pytest.mark.parametrize("ranks", [2, 8, 64, 512])
+def test_programs_stay_of_a_size_that_compiles(ranks):
+    choice = choose.choose(Kind.ALL_REDUCE, ranks, 16 << 30, LINKS["cpu"])
+    if isinstance(choice.algorithm, Schedule):
+        assert choice.algorithm.chunks <= 128
+
+
 def test_hierarchies_where_groups_are_slow_to_reach():
     inside, across = LINKS["nvlink"], LINKS["infiniband"]
     choice = choose.choose(Kind.ALL_REDUCE, 16, 1 << 30, inside, across=across, inner=8)
