@@ -14,6 +14,8 @@ import numpy as np
 import pytest
 from algorithms import ALL_REDUCES, recursive_doubling
 from harness import compiled, integers, mesh, per_rank, same_bits, sharded
+from hypothesis import HealthCheck, given, reject, settings
+from hypothesis import strategies as st
 from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -26,6 +28,7 @@ from jax_ring.schedules import (
     Step,
     verify,
 )
+from jax_ring.schedules.families import make, names
 
 N = 8
 
@@ -434,3 +437,68 @@ def test_both_directions_of_a_ring_send_half_each():
     assert hlo.permutes == [("f32", size // N)] * 14
     assert directions == {1: 8, N - 1: 6}
     assert not hlo.other_collectives
+
+
+# Channels drawn at random.
+
+
+@st.composite
+def side_by_side(draw):
+    """Algorithms in channels of their own, each over chunks and an order of ranks of its own."""
+    n = draw(st.integers(2, 6))
+    chosen = draw(st.lists(st.sampled_from(names(Kind.ALL_REDUCE)), min_size=1, max_size=3))
+    parts = [make(name, Kind.ALL_REDUCE, n) for name in chosen]
+    total = sum(p.chunks for p in parts)
+    places = draw(st.permutations(range(total)))
+    steps, first, channel = [], 0, 0
+    for part in parts:
+        own = np.array(places[first : first + part.chunks])
+        first += part.chunks
+        order = draw(st.permutations(range(n)))
+        position = np.argsort(order)
+        idle = draw(st.integers(0, 3))
+        # The channels of a part advance together, so idle rounds go in front of all of them.
+        for c in range(max(part.channels, 1)):
+            nothing = np.zeros((n, 1), int)
+            steps += [Step((), nothing, nothing, Op.COPY, channel + c)] * idle
+            for step in part.steps:
+                if step.channel == c:
+                    perm = tuple((order[s], order[d]) for s, d in step.perm)
+                    send, recv = own[step.send][position], own[step.recv][position]
+                    steps.append(Step(perm, send, recv, step.op, channel + c))
+        channel += max(part.channels, 1)
+    return Schedule(n, total, steps, Kind.ALL_REDUCE, "drawn")
+
+
+def by_vmap(f, x):
+    return np.asarray(jax.vmap(f, axis_name="i")(x))
+
+
+@settings(max_examples=6, deadline=None, suppress_health_check=list(HealthCheck))
+@given(
+    side_by_side(),
+    st.sampled_from([1, 32]),
+    st.integers(1, 90),
+    st.sampled_from([None, None, "bfloat16", "int8"]),
+    st.booleans(),
+)
+def test_channels_drawn_at_random(schedule, unroll, size, wire, mean):
+    verify(schedule)
+    n = schedule.ranks
+    x = np.random.default_rng(size).integers(-3, 4, (n, size)).astype(np.float32)
+    f = jax_ring.pmean if mean else jax_ring.psum
+    with jax_ring.config(unroll=unroll):
+        try:
+            rows = by_vmap(lambda v: f(v, "i", algorithm=schedule, wire=wire), x)
+        except NotImplementedError:  # It copies chunks before all sums are made.
+            reject()
+        wide = {"algorithm": schedule, "reduce_dtype": jnp.float32}
+        narrow = by_vmap(lambda v: f(v, "i", **wide), x.astype(jnp.bfloat16)).astype(np.float32)
+    rows, narrow = (np.broadcast_to(r, x.shape) for r in (rows, narrow))
+    want = x.mean(0) if mean else x.sum(0)
+    assert all(r.tobytes() == rows[0].tobytes() for r in rows)
+    if wire is None and not mean:
+        assert (rows[0] == want).all()
+    else:
+        np.testing.assert_allclose(rows[0], want, atol=0.02 if wire is None else 0.35, rtol=0.01)
+    np.testing.assert_allclose(narrow[0], want, rtol=0.01)
