@@ -474,7 +474,8 @@ def by_vmap(f, x):
     return np.asarray(jax.vmap(f, axis_name="i")(x))
 
 
-@settings(max_examples=6, deadline=None, suppress_health_check=list(HealthCheck))
+@pytest.mark.slow
+@settings(max_examples=20, deadline=None, suppress_health_check=list(HealthCheck))
 @given(
     side_by_side(),
     st.sampled_from([1, 32]),
