@@ -380,12 +380,22 @@ class _Execution:
         """All rounds; in the beginning every channel has the same in hand."""
         hands: Hands = dict.fromkeys(range(len(self.plan.channels)), held)
         for count, active in _spans(self.plan):
-            if count > unroll:
+            if count > unroll and all(_alone(segment) for segment, _ in active):
                 buffer, hands = self._loop(active, count, buffer, hands)
                 continue
             for t in range(count):
                 buffer, hands = self.round(active, t, buffer, hands)
         return buffer, hands
+
+
+def _alone(segment: Segment) -> bool:
+    """Whether its steps after the first take nothing from hand but what their channel sends on.
+
+    That is all that a loop carries for a channel; what another one produced is not.
+    """
+    channel, rest = segment.first.channel, segment.rest
+    forwards = rest.source is Source.LOAD or rest.channel == channel
+    return forwards and segment.traits.adds_to is None
 
 
 def _spans(plan: Plan) -> Iterator[tuple[int, Active]]:

@@ -503,3 +503,25 @@ def test_channels_drawn_at_random(schedule, unroll, size, wire, mean):
     else:
         np.testing.assert_allclose(rows[0], want, atol=0.02 if wire is None else 0.35, rtol=0.01)
     np.testing.assert_allclose(narrow[0], want, rtol=0.01)
+
+
+def chain(chunks):
+    """0 -> 1 -> 2 -> 1 -> 0: a channel to a hop, each a round behind the one before it."""
+    hops = [(0, 1, Op.REDUCE), (1, 2, Op.REDUCE), (2, 1, Op.COPY), (1, 0, Op.COPY)]
+    steps = []
+    for channel, (source, target, op) in enumerate(hops):
+        steps += [Step((), [0] * 3, [0] * 3, Op.COPY, channel)] * channel
+        steps += [Step(((source, target),), [c] * 3, [c] * 3, op, channel) for c in range(chunks)]
+    return Schedule(3, chunks, steps, Kind.ALL_REDUCE, "chain")
+
+
+@pytest.mark.parametrize(("chunks", "unroll"), [(6, 1), (6, 32), (40, 32)])
+@pytest.mark.parametrize("dtype", [np.int32, ml_dtypes.bfloat16])
+def test_channels_that_pass_on_what_others_made_are_not_looped(chunks, unroll, dtype):
+    schedule = chain(chunks)
+    verify(schedule)
+    x = integers((3, chunks * 2), dtype, high=9)
+    with jax_ring.config(unroll=unroll):
+        how = {"algorithm": schedule} | ({} if dtype == np.int32 else {"reduce_dtype": jnp.float32})
+        rows = per_rank(lambda v: jax_ring.psum(v, "x", **how), 3, x)
+    assert all(same_bits(row, x.sum(0, dtype=dtype)) for row in np.asarray(rows))
