@@ -74,6 +74,11 @@ class Call:
         return self.size if self.groups is None else len(self.groups[0])
 
     @property
+    def one_size(self) -> bool:
+        """Whether all groups are of one size."""
+        return self.groups is None or len({len(group) for group in self.groups}) == 1
+
+    @property
     def by_xla(self) -> bool:
         """Whether lax's own op is asked for."""
         return self.method.algorithm == "xla"
@@ -170,7 +175,7 @@ def for_leaf(call: Call, x: Array) -> Call:
 
 def _chosen(call: Call, method: Method, x: Array) -> Method:
     """The method with the algorithm of the smallest predicted time."""
-    if call.groups is not None and len({len(group) for group in call.groups}) > 1:
+    if not call.one_size:
         reason = "the groups differ in size"
         return dataclasses.replace(method, algorithm="ring", reason=reason)
     nbytes = x.size * x.dtype.itemsize * (call.ranks if call.kind is Kind.ALL_GATHER else 1)
@@ -263,8 +268,13 @@ def _reduction(name: str, op: Op, identity: Any) -> tuple[Reduction, bool]:
     return Reduction(getattr(op, "__name__", "custom"), op, scalar.item()), False
 
 
+def names_of(axis_name: AxisName) -> Axes:
+    """The names of the axes, of which one alone may stand for itself."""
+    return tuple(axis_name) if isinstance(axis_name, (tuple, list)) else (axis_name,)
+
+
 def _axes(name: str, axis_name: AxisName) -> Axes:
-    axes = tuple(axis_name) if isinstance(axis_name, (tuple, list)) else (axis_name,)
+    axes = names_of(axis_name)
     for axis in axes:
         if isinstance(axis, numbers.Integral):
             raise ValueError(
@@ -635,8 +645,9 @@ def sum_of_constant(call: Call, leaf: Any) -> Any:
 
 def group_size(call: Call) -> Any:
     """How many ranks are reduced together: static, unless the groups differ in size."""
-    if call.groups is None or len({len(group) for group in call.groups}) == 1:
+    if call.one_size:
         return call.ranks
+    assert call.groups is not None
     column = np.zeros(call.size, np.int64)
     for group in call.groups:
         column[list(group)] = len(group)

@@ -17,7 +17,7 @@ import tempfile
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from jax_ring.plan import Plan, Segment, Source, plan
+from jax_ring.plan import Segment, Source, plan
 from jax_ring.schedules import Kind, Op, Schedule, cost, hierarchical, ring
 from jax_ring.schedules.families import make, names
 
@@ -199,24 +199,19 @@ def _renumbered(runs: list[Any]) -> Any:
 
 def _touched(schedule: Schedule, nbytes: float, link: Link) -> float:
     """Bytes that a rank reads and writes, those that spill counted as often as they cost."""
-    state = plan(schedule)
+    segments = plan(schedule).segments
     each = nbytes / schedule.chunks
     touched = 0.0
-    for segment in _segments(state):
+    for segment in segments:
         message = segment.first.k * each
         touched += _spilled(link, message) * _passes(segment, schedule.chunks) * message
     # Where parts are stored the operand is copied first, unless it was donated.
-    stores = any(s.traits.store and s.first.k < schedule.chunks for s in _segments(state))
+    stores = any(s.traits.store and s.first.k < schedule.chunks for s in segments)
     return touched + 2 * nbytes * stores * _spilled(link, each)
 
 
 def _spilled(link: Link, message: float) -> float:
     return max((factor for size, factor in link.spills if message > size), default=1.0)
-
-
-def _segments(state: Plan) -> Iterator[Segment]:
-    for channel in state.channels:
-        yield from channel
 
 
 def _passes(segment: Segment, chunks: int) -> float:

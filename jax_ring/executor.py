@@ -329,7 +329,7 @@ class _Execution:
         """A value, but on ranks that no one sends to what they have."""
         if len(step.perm) == self.comm.size:
             return value
-        receives = self.comm.member(self.index, [target for _, target in step.perm])
+        receives = self.comm.member(self.index, step.targets)
         return jnp.where(receives, value, old())
 
     def round(
@@ -400,7 +400,7 @@ def _alone(segment: Segment) -> bool:
 
 def _spans(plan: Plan) -> Iterator[tuple[int, Active]]:
     """Stretches of rounds in which no segment begins or ends, and the active ones."""
-    segments = [segment for channel in plan.channels for segment in channel]
+    segments = plan.segments
     cuts = sorted({cut for s in segments for cut in (s.start, s.start + s.count)})
     for start, stop in itertools.pairwise(cuts):
         active = [(s, start - s.start) for s in segments if s.start <= start < s.start + s.count]
@@ -720,7 +720,7 @@ def all_gather(
     run = _Plain(schedule, comm, None, axis, block, chunk.dtype, label)
     rows = run.rows(own_chunks(schedule), 0, 0)
     buffer = _blank(chunk, axis, schedule.ranks)
-    origins = [o for part in run.plan.channels for s in part for o in (s.traits.origin, s.rest)]
+    origins = [o for s in run.plan.segments for o in (s.traits.origin, s.rest)]
     if any(origin.source is Source.LOAD for origin in origins):
         return run.run(run.store(buffer, chunk, rows), chunk, unroll)[0]
     # Nothing is sent from the buffer, so sending need not wait for the own chunk to be stored.

@@ -418,8 +418,8 @@ def _operand(eqn: JaxprEqn) -> Any:
 
 def _mesh_axes(names: Any, scope: _Scope) -> tuple[str, ...]:
     """The axes, if they are manual axes of a mesh."""
-    axes = names if isinstance(names, (tuple, list)) else (names,)
-    return tuple(axes) if set(axes) <= set(scope.mesh.manual_axes) else ()
+    axes = arguments.names_of(names)
+    return axes if set(axes) <= set(scope.mesh.manual_axes) else ()
 
 
 def _sizes(
@@ -587,10 +587,9 @@ def _moves(schedule: Schedule, apart: bool) -> Iterator[tuple[Step, int, int]]:
         for run in schedule.steps.runs:
             yield run.first, run.count, 0
         return
-    for channel in plan(schedule).channels:
-        for segment in channel:
-            reduces = 0 if segment.traits.raw else 1
-            yield segment.first, segment.count, reduces if segment.first.op is Op.REDUCE else 2
+    for segment in plan(schedule).segments:
+        reduces = 0 if segment.traits.raw else 1
+        yield segment.first, segment.count, reduces if segment.first.op is Op.REDUCE else 2
 
 
 # --- where it is called ---------------------------------------------------------------------------

@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 import functools
+import itertools
 from collections.abc import Iterator
 
 import numpy as np
@@ -111,6 +112,11 @@ class Plan:
     redundant: bool
     reencodes: bool
 
+    @property
+    def segments(self) -> list[Segment]:
+        """Those of all channels, one channel after the other."""
+        return [segment for channel in self.channels for segment in channel]
+
 
 @functools.lru_cache(maxsize=256)
 def plan(schedule: Schedule) -> Plan:
@@ -124,12 +130,14 @@ def plan(schedule: Schedule) -> Plan:
     Returns:
       The plan, cached.
     """
-    steps = list(schedule.steps)
+    rounds = schedule.by_round()
+    indexed = dict(itertools.chain.from_iterable(rounds))
+    steps = [indexed[i] for i in range(len(indexed))]
     hands = _Hands(schedule, steps)
-    hands.follow()
-    last = _last_product(schedule, steps)
-    stores = _stores(schedule, steps, hands, last is not None)
-    sums = _follow(schedule, steps)
+    hands.follow(rounds)
+    last = _last_product(schedule, rounds)
+    stores = _stores(schedule, rounds, hands, last is not None)
+    sums = _follow(schedule, rounds)
     complete, raw = sums.complete, _in_whole_runs(schedule, sums.raw)
     widened = any(
         not complete[i] and (step.op is Op.COPY or stores[i]) for i, step in enumerate(steps)
@@ -149,7 +157,7 @@ def plan(schedule: Schedule) -> Plan:
     return Plan(
         channels=_channels(schedule, traits),
         widened=widened,
-        result=None if last is None else steps[last].channel,
+        result=None if last is None else last.channel,
         in_turn=hands.in_turn,
         partials_travel=any(
             not raw[i] for i, step in enumerate(steps) if step.op is Op.REDUCE or not complete[i]
@@ -162,6 +170,9 @@ def plan(schedule: Schedule) -> Plan:
     )
 
 
+_Rounds = list[list[tuple[int, Step]]]  # As `Schedule.by_round` has them.
+
+
 def own_chunks(schedule: Schedule) -> Table:
     """The chunks that each rank owns in a reduce-scatter or an all-gather."""
     per_rank = schedule.chunks // schedule.ranks
@@ -169,8 +180,7 @@ def own_chunks(schedule: Schedule) -> Table:
 
 
 def _same_chunks(step: Step, wanted: Table, held: Table) -> bool:
-    sources = [source for source, _ in step.perm]
-    return np.array_equal(wanted[sources], held[sources])
+    return np.array_equal(wanted[step.sources], held[step.sources])
 
 
 def _at(ranks: list[int], table: Table) -> tuple[Table, Table]:
@@ -200,15 +210,14 @@ class _Hands:
         self._last: dict[int, int] = {}
         self._sent: dict[int, Table] = {}  # Who wrote what a channel's last step sent.
 
-    def follow(self) -> None:
+    def follow(self, rounds: _Rounds) -> None:
         """Goes through the rounds."""
-        for steps in self.schedule.by_round():
+        for steps in rounds:
             moving = [(i, step) for i, step in steps if step.perm]
             for i, step in moving:
                 self.origins[i] = self._origin(i, step)
             for _, step in moving:
-                senders = [source for source, _ in step.perm]
-                self._sent[step.channel] = self._writer[_at(senders, step.send)]
+                self._sent[step.channel] = self._writer[_at(step.sources, step.send)]
             received: list[int] = []
             for i, step in moving:
                 self._receive(i, step, received)
@@ -223,95 +232,89 @@ class _Hands:
         own = self._last.get(step.channel)
         if own is None and gathers and _same_chunks(step, step.send, own_chunks(self.schedule)):
             return Origin(Source.FORWARD, step.channel)  # A rank starts with its chunk in hand.
-        channels = sorted(self._last, key=lambda channel: channel != step.channel)
-        for channel in channels:
-            if self._forwards(step, self._last[channel]):
+        for channel in self._nearest(step):
+            if self._made(self._last[channel], step.sources, step.send):
                 self._sent_on.add(self._last[channel])
                 return Origin(Source.FORWARD, channel)
         if own is not None and self._alone[i] and self._alone[own] and self._resends(step, own):
             return Origin(Source.RESEND, step.channel)
         return Origin(Source.LOAD)
 
-    def _forwards(self, step: Step, before: int) -> bool:
-        """Whether all that a step sends is just what another produced on the sending ranks."""
-        held = self.steps[before]
-        senders = [source for source, _ in step.perm]
+    def _made(self, before: int, ranks: list[int], chunks: Table) -> bool:
+        """Whether a step produced just these chunks of some ranks, and they still hold."""
+        made = self.steps[before]
         return (
-            {target for _, target in held.perm}.issuperset(senders)
-            and _same_chunks(step, step.send, held.recv)
-            and bool((self._writer[_at(senders, step.send)] == before).all())
+            set(made.targets).issuperset(ranks)
+            and np.array_equal(chunks[ranks], made.recv[ranks])
+            and bool((self._writer[_at(ranks, chunks)] == before).all())
         )
 
     def _resends(self, step: Step, before: int) -> bool:
         """Whether all that a step sends is just what another sent, and it still holds."""
         held = self.steps[before]
-        senders = [source for source, _ in step.perm]
         return (
             step.op is held.op
-            and {source for source, _ in held.perm}.issuperset(senders)
+            and set(held.sources).issuperset(step.sources)
             and _same_chunks(step, step.send, held.send)
-            and self._unchanged(senders, held, self._sent[step.channel])
+            and self._unchanged(step.sources, held, self._sent[step.channel])
         )
 
     def _unchanged(self, senders: list[int], held: Step, wrote: Table) -> bool:
-        position = {source: p for p, (source, _) in enumerate(held.perm)}
+        position = {source: p for p, source in enumerate(held.sources)}
         then = wrote[[position[sender] for sender in senders]]
         return bool((self._writer[_at(senders, held.send)] == then).all())
 
     def _receive(self, i: int, step: Step, before: list[int]) -> None:
         """Follows a step, after those of its round that are received before it."""
-        targets = [target for _, target in step.perm]
+        written = _at(step.targets, step.recv)
         if step.op is Op.REDUCE:
-            for channel in sorted(self._last, key=lambda channel: channel != step.channel):
-                if self._adds_to(step, targets, self._last[channel]):
-                    self.adds_to[i] = channel
-                    self._added_to.add(self._last[channel])
-                    break
-        if step.op is Op.REDUCE and self.adds_to[i] is None:
-            self.in_turn |= bool(np.isin(self._writer[_at(targets, step.recv)], before).any())
-        self._writer[_at(targets, step.recv)] = i
+            self.adds_to[i] = self._sum_in_hand(step)
+            if self.adds_to[i] is None:
+                self.in_turn |= bool(np.isin(self._writer[written], before).any())
+        self._writer[written] = i
         self._last[step.channel] = i
 
-    def _adds_to(self, step: Step, targets: list[int], before: int) -> bool:
-        """Whether a step reduces into just what another produced by a reduction."""
-        held = self.steps[before]
-        return (
-            held.op is Op.REDUCE
-            and {target for _, target in held.perm}.issuperset(targets)
-            and np.array_equal(step.recv[targets], held.recv[targets])
-            and bool((self._writer[_at(targets, step.recv)] == before).all())
-        )
+    def _sum_in_hand(self, step: Step) -> int | None:
+        """The channel whose last step reduced just what this one adds to, its own if it can be."""
+        for channel in self._nearest(step):
+            last = self._last[channel]
+            if self.steps[last].op is Op.REDUCE and self._made(last, step.targets, step.recv):
+                self._added_to.add(last)
+                return channel
+        return None
+
+    def _nearest(self, step: Step) -> list[int]:
+        """The channels that have something in hand, the step's own first."""
+        return sorted(self._last, key=lambda channel: channel != step.channel)
 
 
-def _last_product(schedule: Schedule, steps: list[Step]) -> int | None:
+def _last_product(schedule: Schedule, rounds: _Rounds) -> Step | None:
     """The step that produces the result of a reduce-scatter on every rank at once."""
-    moving = [i for steps in schedule.by_round() for i, step in steps if step.perm]
+    moving = [step for steps in rounds for _, step in steps if step.perm]
     if schedule.kind is not Kind.REDUCE_SCATTER or not moving:
         return None
-    last = steps[moving[-1]]
+    last = moving[-1]
     whole = len(last.perm) == schedule.ranks and np.array_equal(last.recv, own_chunks(schedule))
-    return moving[-1] if whole else None
+    return last if whole else None
 
 
-def _stores(
-    schedule: Schedule, steps: list[Step], hands: _Hands, result_in_hand: bool
-) -> list[bool]:
+def _stores(schedule: Schedule, rounds: _Rounds, hands: _Hands, result_in_hand: bool) -> list[bool]:
     """Walks the rounds backwards: what is read from the buffer later on must be stored."""
     live = np.zeros((schedule.ranks, schedule.chunks), bool)
     if schedule.kind is not Kind.REDUCE_SCATTER:
         live[:] = True
     elif not result_in_hand:
         np.put_along_axis(live, own_chunks(schedule), True, axis=1)
-    stores = [False] * len(steps)
-    for moving in reversed(schedule.by_round()):
+    stores = [False] * len(hands.steps)
+    for moving in reversed(rounds):
         for i, step in reversed(moving):
-            written = _at([target for _, target in step.perm], step.recv)
+            written = _at(step.targets, step.recv)
             stores[i] = bool(live[written].any())
             # A reduction reads the local chunk first.
             live[written] = step.op is Op.REDUCE and hands.adds_to[i] is None
         for i, step in moving:
             if hands.origins[i].source is Source.LOAD:
-                live[_at([source for source, _ in step.perm], step.send)] = True
+                live[_at(step.sources, step.send)] = True
     return stores
 
 
@@ -339,15 +342,16 @@ class _Sums:
     redundant: bool
 
 
-def _follow(schedule: Schedule, steps: list[Step]) -> _Sums:
+def _follow(schedule: Schedule, rounds: _Rounds) -> _Sums:
     """Follows the contributions as bit masks: where `verify` accepts, a union is a sum."""
+    count = len(schedule.steps)
     if schedule.kind is Kind.ALL_GATHER:
-        return _Sums([True] * len(steps), [False] * len(steps), False)
+        return _Sums([True] * count, [False] * count, False)
     everyone = (1 << schedule.ranks) - 1
     held = [[1 << rank] * schedule.chunks for rank in range(schedule.ranks)]
-    complete, raw = [True] * len(steps), [True] * len(steps)
+    complete, raw = [True] * count, [True] * count
     completions = [0] * schedule.chunks
-    for moving in schedule.by_round():
+    for moving in rounds:
         arrivals = [(i, step, _arriving(step, held)) for i, step in moving]
         for i, step, arrived in arrivals:
             raw[i] = all(mask & (mask - 1) == 0 for _, _, mask in arrived)

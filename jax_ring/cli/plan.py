@@ -15,6 +15,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from jax_ring.cli.mistakes import mistakes_of_the_user
 from jax_ring.cli.units import (
     format_bandwidth,
     format_seconds,
@@ -86,7 +87,7 @@ def plan(
       jax-ring plan -n 64 --size 1GB --topology cluster.json --straggler 3:2ms
       jax-ring plan -n 64 --size 1GB --bandwidth 100Gbit/s --plot times.png
     """  # noqa: D301  (\b keeps the lines apart in the help.)
-    try:
+    with mistakes_of_the_user("plan"):
         name, itemsize = _read("--dtype", parse_dtype, dtype)
         nbytes = _read("--size", parse_size, size)
         cluster = get(topology, ranks) if topology else None
@@ -106,9 +107,6 @@ def plan(
         where = cluster.name if cluster else f"{ranks} ranks"
         if plot is not None:
             _draw(planner, nbytes, plot, f"{kind.value}, {where}")
-    except (ValueError, ImportError, OSError) as error:
-        typer.echo(f"jax-ring plan: {error}", err=True)
-        raise typer.Exit(2) from None
     title = f"{kind.value} of {format_size(nbytes)} ({name}{f' as {wire}' if wire else ''})"
     if as_json:
         settings = {"dtype": name, "kind": kind.value, "wire": wire, "topology": topology}

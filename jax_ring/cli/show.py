@@ -9,6 +9,7 @@ from typing import Annotated
 
 import typer
 
+from jax_ring.cli.mistakes import mistakes_of_the_user
 from jax_ring.schedules import Kind, Schedule, hierarchical, ring
 from jax_ring.schedules.draw import draw, draw_text
 from jax_ring.schedules.families import make, names
@@ -40,16 +41,13 @@ def show(
       jax-ring show ring -n 4 --channels 2 -o ring.svg
       jax-ring show hierarchical -n 8 --inner 4 -o hierarchical.png
     """  # noqa: D301  (\b keeps the lines apart in the help.)
-    try:
+    with mistakes_of_the_user("show"):
         schedule = _schedule(algorithm, kind, ranks, channels, inner)
         if output is not None:
             draw(schedule, output)
             return
         width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
         typer.echo(draw_text(schedule, width=width))
-    except (ValueError, ImportError, OSError) as error:
-        typer.echo(f"jax-ring show: {error}", err=True)
-        raise typer.Exit(2) from None
 
 
 def _schedule(algorithm: str, kind: Kind, ranks: int, channels: int, inner: int | None) -> Schedule:

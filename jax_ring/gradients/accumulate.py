@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jax_ring import _compat, primitives
-from jax_ring.arguments import AxisName
+from jax_ring.arguments import AxisName, names_of
 from jax_ring.gradients.sync import sync_gradients
 
 Array = jax.Array
@@ -69,7 +69,7 @@ def accumulate_gradients(
         raise ValueError(
             f"accumulate_gradients: op must not be given, it takes the mean; got {how['op']!r}"
         )
-    axes = () if axis_name is None else _as_tuple(axis_name)
+    axes = () if axis_name is None else names_of(axis_name)
 
     def weighed(params: Any, batch: Any) -> tuple[Array, Array]:
         found = loss_fn(params, batch)
@@ -90,10 +90,6 @@ def accumulate_gradients(
         return loss * scale, means
 
     return step
-
-
-def _as_tuple(axis_name: AxisName) -> tuple[Any, ...]:
-    return tuple(axis_name) if isinstance(axis_name, (tuple, list)) else (axis_name,)
 
 
 def _cut(batch: Any, microbatches: int) -> Any:

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jax_ring import _compat, layout, primitives
-from jax_ring.arguments import Algorithm, AxisName, Op, Wire
+from jax_ring.arguments import Algorithm, AxisName, Op, Wire, names_of
 from jax_ring.collectives import all_reduce
 from jax_ring.gradients.buckets import (
     BUCKET_BYTES,
@@ -130,8 +130,7 @@ def _check_local(grads: Any, axis_name: AxisName) -> None:
     """Refuses what has been summed over the ranks already, as its type tells."""
     if not _compat.check_vma():
         return
-    axes = tuple(axis_name) if isinstance(axis_name, (tuple, list)) else (axis_name,)
-    manual = set(primitives.manual_axes(axes))
+    manual = set(primitives.manual_axes(names_of(axis_name)))
     for path, leaf in jax.tree_util.tree_flatten_with_path(grads)[0]:
         kind = jax.typeof(leaf)
         have = _compat.varying(kind) | _compat.unreduced(kind)
@@ -201,7 +200,7 @@ def reduce_in_backward(params: Tree, axis_name: AxisName, **how: Any) -> Tree:
       >>> print(per_rank(1.0, jnp.arange(4.0)))
       [1.5 1.5 1.5 1.5]
     """
-    axes = tuple(axis_name) if isinstance(axis_name, (tuple, list)) else (axis_name,)
+    axes = names_of(axis_name)
 
     @jax.custom_vjp
     def hook(tree: Tree) -> Tree:

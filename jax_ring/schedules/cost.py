@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import bisect
-import itertools
-from collections.abc import Iterator
-
 from jax_ring.schedules.schedule import Schedule
 
 
@@ -44,32 +40,8 @@ def cost(schedule: Schedule, nbytes: float, alpha: float, beta: float, *, ports:
             raise ValueError(f"{name} must not be negative, got {value}")
     if ports < 1:
         raise ValueError(f"ports must be at least 1, got {ports}")
-    moved = sum(
-        duration * max(max(messages), sum(messages) / ports)
-        for duration, messages in _spans(schedule)
-    )
+    moved = 0.0
+    for rounds, runs in schedule.stretches():
+        messages = [run.first.k for run in runs if run.first.perm]
+        moved += rounds * max(max(messages, default=0), sum(messages) / ports)
     return schedule.rounds * alpha + moved / schedule.chunks * nbytes * beta
-
-
-def _spans(schedule: Schedule) -> Iterator[tuple[int, list[int]]]:
-    """Stretches of rounds that are alike: how many, and the chunks in each channel's message."""
-    ends: list[list[int]] = []
-    for channel in range(schedule.channels):
-        runs = [run for run in schedule.steps.runs if run.first.channel == channel]
-        ends.append(list(itertools.accumulate(run.count for run in runs)))
-    sizes = [
-        [
-            run.first.k if run.first.perm else 0
-            for run in schedule.steps.runs
-            if run.first.channel == channel
-        ]
-        for channel in range(schedule.channels)
-    ]
-    start = 0
-    for end in sorted({end for each in ends for end in each}):
-        at = [bisect.bisect_right(each, start) for each in ends]
-        yield (
-            end - start,
-            [size[i] if i < len(size) else 0 for size, i in zip(sizes, at, strict=True)],
-        )
-        start = end

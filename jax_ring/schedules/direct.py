@@ -6,17 +6,13 @@ import functools
 
 import numpy as np
 
-from jax_ring.schedules.schedule import Kind, Op, Schedule, Step, Steps, compose
+from jax_ring.schedules.schedule import Kind, Op, Schedule, Step, Steps, compose, rotation
 
 
 def _shifts(n: int) -> range:
     if n < 1:
         raise ValueError(f"a direct exchange needs at least one rank, got n={n}")
     return range(1, n)
-
-
-def _to_rank_ahead(n: int, shift: int) -> tuple[tuple[int, int], ...]:
-    return tuple((r, (r + shift) % n) for r in range(n))
 
 
 @functools.cache
@@ -48,8 +44,7 @@ def direct_reduce_scatter(n: int) -> Schedule:
     """
     ranks = np.arange(n)
     steps = [
-        Step(_to_rank_ahead(n, shift), (ranks + shift) % n, ranks, Op.REDUCE)
-        for shift in _shifts(n)
+        Step(rotation(n, shift), (ranks + shift) % n, ranks, Op.REDUCE) for shift in _shifts(n)
     ]
     return Schedule(n, n, Steps(steps, n), Kind.REDUCE_SCATTER, "direct")
 
@@ -78,9 +73,7 @@ def direct_all_gather(n: int) -> Schedule:
         step 1: rank r -> r+2; send (r) mod 3, copy into (r + 1) mod 3
     """
     ranks = np.arange(n)
-    steps = [
-        Step(_to_rank_ahead(n, shift), ranks, (ranks - shift) % n, Op.COPY) for shift in _shifts(n)
-    ]
+    steps = [Step(rotation(n, shift), ranks, (ranks - shift) % n, Op.COPY) for shift in _shifts(n)]
     return Schedule(n, n, Steps(steps, n), Kind.ALL_GATHER, "direct")
 
 

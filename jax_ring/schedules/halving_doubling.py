@@ -6,7 +6,7 @@ import functools
 
 import numpy as np
 
-from jax_ring.schedules.schedule import Kind, Op, Schedule, Step, Steps, compose
+from jax_ring.schedules.schedule import Kind, Op, Schedule, Step, Steps, compose, rotation
 
 
 def _is_power_of_two(n: int) -> bool:
@@ -37,7 +37,7 @@ def _circulant(n: int) -> list[Step]:
     while held > 1:
         skip = -(-held // 2)
         span = np.arange(held - skip)
-        perm = tuple((r, (r + skip) % n) for r in range(n))
+        perm = rotation(n, skip)
         steps.append(Step(perm, (ranks + skip + span) % n, (ranks + span) % n, Op.REDUCE))
         held = skip
     return steps

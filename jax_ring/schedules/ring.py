@@ -7,21 +7,30 @@ import math
 
 import numpy as np
 
-from jax_ring.schedules.schedule import Kind, Op, Perm, Run, Schedule, Step, Steps, compose
+from jax_ring.schedules.schedule import Kind, Op, Run, Schedule, Step, Steps, compose, rotation
 
 
-def _neighbours(n: int) -> Perm:
-    return tuple((r, (r + 1) % n) for r in range(n))
+def _half(n: int, kind: Kind, name: str, ways: tuple[tuple[int, int], ...]) -> Schedule:
+    """A half of a ring: in each channel every chunk goes so many steps in one direction.
 
-
-def _ring_phase(n: int, kind: Kind, op: Op, first_sent: int) -> Schedule:
-    """N-1 steps in which rank r sends chunk r + first_sent - s and receives the one before it."""
+    Args:
+      n: the number of ranks.
+      kind: REDUCE_SCATTER, where chunk r comes to rank r, or ALL_GATHER, where it leaves it.
+      name: of the schedule.
+      ways: for each channel +1 or -1, the direction, and how many steps.
+    """
     if n < 1:
         raise ValueError(f"a ring needs at least one rank, got n={n}")
+    scatters = kind is Kind.REDUCE_SCATTER
     ranks = np.arange(n)
-    step = Step(_neighbours(n), (ranks + first_sent) % n, (ranks + first_sent - 1) % n, op)
-    steps = Steps([Run(step, n - 1, -1)] if n > 1 else [], n)
-    return Schedule(n, n, steps, kind, "ring")
+    runs = []
+    for channel, (way, steps) in enumerate(ways):
+        sent = ranks + way * steps if scatters else ranks
+        op = Op.REDUCE if scatters else Op.COPY
+        step = Step(rotation(n, way), sent % n, (sent - way) % n, op, channel)
+        if steps:
+            runs.append(Run(step, steps, -way))
+    return Schedule(n, n, Steps(runs, n), kind, name)
 
 
 @functools.cache
@@ -49,7 +58,7 @@ def ring_reduce_scatter(n: int) -> Schedule:
       Schedule(ring, reduce_scatter, ranks=4, chunks=4, steps=3)
         step 0-2: rank r -> r+1; send (r - s - 1) mod 4, reduce into (r - s + 2) mod 4
     """
-    return _ring_phase(n, Kind.REDUCE_SCATTER, Op.REDUCE, -1)
+    return _half(n, Kind.REDUCE_SCATTER, "ring", ((1, n - 1),))
 
 
 @functools.cache
@@ -71,7 +80,7 @@ def ring_all_gather(n: int) -> Schedule:
     Raises:
       ValueError: if n is less than 1.
     """
-    return _ring_phase(n, Kind.ALL_GATHER, Op.COPY, 0)
+    return _half(n, Kind.ALL_GATHER, "ring", ((1, n - 1),))
 
 
 @functools.cache
@@ -200,20 +209,7 @@ def torus_orders(rows: int, columns: int) -> tuple[tuple[int, ...], tuple[int, .
 
 def _both_ways(n: int, kind: Kind) -> Schedule:
     """Half of the chunks' ways clockwise in channel 0, half of them against it in channel 1."""
-    if n < 1:
-        raise ValueError(f"a ring needs at least one rank, got n={n}")
-    ranks = np.arange(n)
-    runs = []
-    for channel, (way, steps) in enumerate(((1, n // 2), (-1, (n - 1) // 2))):
-        if not steps:
-            continue
-        scatters = kind is Kind.REDUCE_SCATTER
-        sent = ranks + way * steps if scatters else ranks
-        perm = tuple((r, (r + way) % n) for r in range(n))
-        op = Op.REDUCE if scatters else Op.COPY
-        step = Step(perm, sent % n, (sent - way) % n, op, channel)
-        runs.append(Run(step, steps, -way))
-    return Schedule(n, n, Steps(runs, n), kind, "bidirectional_ring")
+    return _half(n, kind, "bidirectional_ring", ((1, n // 2), (-1, (n - 1) // 2)))
 
 
 @functools.cache

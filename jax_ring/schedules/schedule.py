@@ -8,8 +8,10 @@ imports JAX.
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 import enum
+import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, overload
 
@@ -101,6 +103,16 @@ class Step:
     def k(self) -> int:
         """Chunks per message."""
         return int(self.send.shape[1])
+
+    @property
+    def sources(self) -> list[int]:
+        """The ranks that send."""
+        return [source for source, _ in self.perm]
+
+    @property
+    def targets(self) -> list[int]:
+        """The ranks that receive, in the order of their sources."""
+        return [target for _, target in self.perm]
 
     def advanced(self, by: int, chunks: int) -> Step:
         """The same step with all chunk indices moved by `by`, modulo `chunks`."""
@@ -324,6 +336,27 @@ class Schedule:
             lengths[run.first.channel] += run.count
         return max(lengths)
 
+    def stretches(self) -> Iterator[tuple[int, list[Run]]]:
+        """Stretches of rounds in which no run begins or ends: how many, and the runs they are of.
+
+        Example:
+          >>> from jax_ring.schedules import ring
+          >>> [(rounds, runs[0].first.op.value) for rounds, runs in ring(4).stretches()]
+          [(3, 'reduce'), (3, 'copy')]
+        """
+        channels: list[list[Run]] = [[] for _ in range(self.channels)]
+        for run in self.steps.runs:
+            channels[run.first.channel].append(run)
+        ends = [list(itertools.accumulate(run.count for run in runs)) for runs in channels]
+        start = 0
+        for end in sorted({end for each in ends for end in each}):
+            at = [bisect.bisect_right(each, start) for each in ends]
+            yield (
+                end - start,
+                [runs[i] for runs, i in zip(channels, at, strict=True) if i < len(runs)],
+            )
+            start = end
+
     def by_round(self) -> list[list[tuple[int, Step]]]:
         """For each round its steps, in the order of the channels, with their index in `steps`.
 
@@ -343,7 +376,7 @@ class Schedule:
         """How many chunks each rank sends in all: int array [ranks]."""
         sent = np.zeros(self.ranks, np.int64)
         for run in self.steps.runs:
-            for source, _ in run.first.perm:
+            for source in run.first.sources:
                 sent[source] += run.first.k * run.count
         return sent
 
@@ -383,6 +416,16 @@ def _filled(part: Schedule, channels: int) -> Iterator[Run]:
         if lacking:
             nothing = np.zeros((part.ranks, 1), np.int64)
             yield Run(Step((), nothing, nothing, Op.COPY, channel), lacking)
+
+
+def rotation(n: int, by: int) -> Perm:
+    """Every rank sends to the one `by` ranks ahead.
+
+    Example:
+      >>> rotation(3, 1)
+      ((0, 1), (1, 2), (2, 0))
+    """
+    return tuple((r, (r + by) % n) for r in range(n))
 
 
 def affine(column: Table, modulus: int) -> tuple[int, int] | None:

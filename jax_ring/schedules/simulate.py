@@ -23,10 +23,8 @@ simulated but multiplied. Times are whole numbers of ticks, so that this is exac
 
 from __future__ import annotations
 
-import bisect
 import dataclasses
 import functools
-import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -251,7 +249,10 @@ class Simulator:
 def _stretches(schedule: Schedule) -> Iterator[tuple[int, list[Run]]]:
     """Rounds that move as many chunks along the same ways: how many, and a run of each channel."""
     held: tuple[int, list[Run]] | None = None
-    for rounds, runs in _spans(schedule):
+    for rounds, current in schedule.stretches():
+        runs = [run for run in current if run.first.perm]
+        if not runs:
+            continue
         if held and _alike(held[1], runs):
             held = (held[0] + rounds, runs)
             continue
@@ -260,22 +261,6 @@ def _stretches(schedule: Schedule) -> Iterator[tuple[int, list[Run]]]:
         held = (rounds, runs)
     if held:
         yield held
-
-
-def _spans(schedule: Schedule) -> Iterator[tuple[int, list[Run]]]:
-    """Rounds within which no run of any channel ends, but those in which nobody sends."""
-    channels: list[list[Run]] = [[] for _ in range(schedule.channels)]
-    for run in schedule.steps.runs:
-        channels[run.first.channel].append(run)
-    ends = [list(itertools.accumulate(run.count for run in runs)) for runs in channels]
-    start = 0
-    for end in sorted({end for each in ends for end in each}):
-        at = [bisect.bisect_right(each, start) for each in ends]
-        current = [runs[i] for runs, i in zip(channels, at, strict=True) if i < len(runs)]
-        sending = [run for run in current if run.first.perm]
-        if sending:
-            yield end - start, sending
-        start = end
 
 
 def _alike(a: Sequence[Run], b: Sequence[Run]) -> bool:

@@ -27,7 +27,7 @@ _Chunks = list[list[_Value | None]]
 class _Machine:
     """The chunks of all ranks, executed one step at a time."""
 
-    def __init__(self, schedule: Schedule, *, by_rank_alone: bool = False) -> None:
+    def __init__(self, schedule: Schedule, *, by_rank_alone: bool) -> None:
         self.schedule = schedule
         self.by_rank_alone = by_rank_alone  # Contributions of a rank to all chunks look alike.
         self.expressions: dict[tuple[int, int], int] = {}
@@ -232,10 +232,14 @@ def verify(schedule: Schedule) -> None:
             f"a {schedule.kind.value} of {schedule.ranks} ranks needs a multiple of "
             f"{schedule.ranks} chunks, got {schedule.chunks}"
         )
-    machine = _Machine(schedule)
+    _executed(schedule).check_result()
+
+
+def _executed(schedule: Schedule, *, by_rank_alone: bool = False) -> _Machine:
+    machine = _Machine(schedule, by_rank_alone=by_rank_alone)
     for steps in schedule.by_round():
         machine.run(steps)
-    machine.check_result()
+    return machine
 
 
 def position_independent(schedule: Schedule) -> bool:
@@ -254,8 +258,6 @@ def position_independent(schedule: Schedule) -> bool:
       >>> [position_independent(make(8)) for make in (ring, halving_doubling, recursive_doubling)]
       [False, True, True]
     """
-    machine = _Machine(schedule, by_rank_alone=True)
-    for steps in schedule.by_round():
-        machine.run(steps)
-    trees = {value.expression for value in machine.state[0] if value is not None}
+    held = _executed(schedule, by_rank_alone=True).state[0]
+    trees = {value.expression for value in held if value is not None}
     return len(trees) == 1
