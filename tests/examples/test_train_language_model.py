@@ -127,15 +127,16 @@ def test_ctrl_c_keeps_the_last_checkpoint(
 ) -> None:
     saved = tmp_path / "saved"
     arguments = (*TINY, "--checkpoint-dir", str(saved), "--checkpoint-every", "4")
+    # A background shell ignores interrupts, and its children inherit that; a handler they do not.
+    previous = signal.signal(signal.SIGINT, signal.default_int_handler)
     process = subprocess.Popen(
         [sys.executable, str(examples / SCRIPT), *arguments, "--steps", "1000000"],
         env=example_environment,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        # Where the tests run in the background of a shell, interrupts are ignored.
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
+    signal.signal(signal.SIGINT, previous)
     try:
         deadline = time.monotonic() + 120
         while not any(p.name.isdigit() for p in saved.glob("*")) and time.monotonic() < deadline:
