@@ -75,6 +75,11 @@ class Hlo:
         names = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-broadcast")
         return [n for n in self.counts for name in names if n.startswith(name)]
 
+    def groups(self, name: str) -> list[list[list[int]]]:
+        """The replica groups of each instruction of that name."""
+        lines = re.findall(rf" {name}(?:-start)?\(.*replica_groups=(.+?), use_global", self.text)
+        return [_groups(line) for line in lines]
+
     def copies_of(self, elements: int) -> dict[str, int]:
         """How often instructions that move data without need produce at least `elements`."""
         found: collections.Counter[str] = collections.Counter()
@@ -83,6 +88,26 @@ class Hlo:
             if math.prod(int(d) for d in dims.split(",") if d) >= elements:
                 found[name] += 1
         return dict(found)
+
+
+def _groups(text: str) -> list[list[int]]:
+    """Replica groups in any of XLA's three forms: a list, a reshaped range, axes of a mesh."""
+    if text.startswith("{"):
+        return [_numbers(group) for group in re.findall(r"\{([\d,]+)\}", text)]
+    axes = dict(re.findall(r"'(\w+)'=(\d+)", text))
+    counted, order = (re.findall(r"[=(]\[([\d,]+)\](?:T\(([\d,]+)\))?", text) or [("", "")])[0]
+    shape = _numbers(counted) or [int(size) for size in axes.values()]
+    ranks = np.arange(math.prod(shape)).reshape(shape).transpose(_numbers(order) or None)
+    if not axes:
+        return ranks.reshape(_numbers(re.findall(r"^\[([\d,]+)\]", text)[0])).tolist()
+    within = [list(axes).index(name) for name in re.findall(r"'(\w+)'(?!=)", text)]
+    ranks = ranks.reshape([int(size) for size in axes.values()])
+    size = math.prod(ranks.shape[axis] for axis in within)
+    return np.moveaxis(ranks, within, range(-len(within), 0)).reshape(-1, size).tolist()
+
+
+def _numbers(text: str) -> list[int]:
+    return [int(number) for number in text.split(",") if number]
 
 
 def compiled(f: Callable[..., Any], *args: Any, **jit_options: Any) -> Hlo:

@@ -81,7 +81,10 @@ def accumulate_gradients(
         local = jax.tree.map(lambda leaf: primitives.cast_varying(jnp.asarray(leaf), axes), params)
         sums = _sums(weighed, local, _cut(batch, microbatches))
         if axis_name is not None:
-            sums = sync_gradients(sums, axis_name, op="sum", **how)
+            # What every rank knows anyway, the weight of all of them, is not sent.
+            sent = sums if weighted else sums[:2]
+            everywhere = sync_gradients(sent, axis_name, op="sum", **how)
+            sums = (*everywhere, jnp.float32(microbatches * lax.axis_size(axes)))[:3]
         loss, gradients, weight = sums
         scale = jnp.where(weight > 0, 1 / jnp.where(weight > 0, weight, 1.0), 0.0)
         means = jax.tree.map(
@@ -123,10 +126,11 @@ def _sums(
         return (added(total, loss), accumulated, weights + weight), None
 
     def zeros(like: Any) -> Array:
-        wide = jnp.promote_types(like.dtype, jnp.float32)
-        return _like(jnp.zeros(like.shape, wide), params, parts)
+        # As sharded as it, where an axis of the mesh is explicit.
+        wide = lax.full_like(like, 0, jnp.promote_types(like.dtype, jnp.float32))
+        return _like(wide, params, parts)
 
-    scalar = jax.ShapeDtypeStruct((), jnp.float32)
+    scalar = jnp.zeros((), jnp.float32)
     start = (zeros(scalar), jax.tree.map(zeros, params), zeros(scalar))
     sums, _ = lax.scan(add, start, parts)
     result: tuple[Array, Any, Array] = sums
