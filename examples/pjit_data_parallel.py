@@ -6,8 +6,8 @@ The parameters are sharded over "model", and the compiler partitions the computa
 batch is sharded over "data", and the gradients have to be averaged over it. Two forms:
 
 * plain: `jax.grad` of the mean loss under `jax.jit`; the compiler inserts the all-reduces;
-* ring: a `jax.shard_map` that is manual over "data" only (`axis_names={"data"}`), in which
-  `jax_ring.pmean` averages the gradients, while "model" stays with the compiler.
+* ring: `jax_ring.gradients.data_parallel`, a `jax.shard_map` that is manual over "data" only, in
+  which jax_ring averages the gradients, while "model" stays with the compiler.
 
 Both are the same training to the last digits; the collectives in their programs differ. The ring
 form keeps one all-reduce: that over "model", in the middle of the forward pass.
@@ -27,53 +27,36 @@ import jax.numpy as jnp
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-import jax_ring
+from jax_ring.gradients import data_parallel
 
 DATA, MODEL, STEPS, RATE = 4, 2, 10, 0.1
 KINDS = ("all-reduce", "collective-permute", "all-gather")
 Params = dict[str, jax.Array]
+Batch = tuple[jax.Array, jax.Array]
 SPECS = {"up": P(None, "model"), "down": P("model", None)}
 
 
-def loss_of(params: Params, x: jax.Array, y: jax.Array) -> jax.Array:
+def loss_of(params: Params, batch: Batch) -> jax.Array:
     """Mean squared error of a perceptron with one hidden layer."""
+    x, y = batch
     return jnp.mean((jnp.tanh(x @ params["up"]) @ params["down"] - y) ** 2)
-
-
-def gradients(params: Params, x: jax.Array, y: jax.Array) -> tuple[jax.Array, Params]:
-    """Plain form: the mean runs over the whole batch, so the compiler must reduce."""
-    return jax.value_and_grad(loss_of)(params, x, y)
-
-
-def gradients_by_ring(params: Params, x: jax.Array, y: jax.Array) -> tuple[jax.Array, Params]:
-    """Ring form, for one rank's part of the batch: local gradients, then our own reduction."""
-    # Without the cast the gradients of replicated parameters would be summed by JAX itself.
-    local = jax.tree.map(lambda p: jax.lax.pcast(p, "data", to="varying"), params)
-    return jax_ring.pmean(jax.value_and_grad(loss_of)(local, x, y), "data", algorithm="ring")
 
 
 def train(mesh: Mesh, by_ring: bool) -> tuple[list[float], Counter[str]]:
     """Takes a few steps of gradient descent: the losses, and the collectives in the program."""
-    compute = gradients
-    if by_ring:
-        compute = jax.shard_map(
-            gradients_by_ring,
-            mesh=mesh,
-            in_specs=(P(), P("data"), P("data")),
-            out_specs=P(),
-            axis_names={"data"},
-        )
-    params, x, y = make_data(mesh)
+    by_compiler = jax.value_and_grad(loss_of)  # The mean is over the whole batch: it must reduce.
+    compute = data_parallel(loss_of, mesh, algorithm="ring") if by_ring else by_compiler
+    params, batch = make_data(mesh)
 
     @functools.partial(jax.jit, out_shardings=(shardings_of(mesh), None))
-    def step(params: Params, x: jax.Array, y: jax.Array) -> tuple[Params, jax.Array]:
-        loss, grads = compute(params, x, y)
+    def step(params: Params, batch: Batch) -> tuple[Params, jax.Array]:
+        loss, grads = compute(params, batch)
         return jax.tree.map(lambda p, g: p - RATE * g, params, grads), loss
 
-    compiled = step.lower(params, x, y).compile()
+    compiled = step.lower(params, batch).compile()
     losses = []
     for _ in range(STEPS):
-        params, loss = compiled(params, x, y)
+        params, loss = compiled(params, batch)
         losses.append(float(loss))
     return losses, count_collectives(compiled.as_text())
 
@@ -83,16 +66,16 @@ def shardings_of(mesh: Mesh) -> dict[str, NamedSharding]:
     return {name: NamedSharding(mesh, spec) for name, spec in SPECS.items()}
 
 
-def make_data(mesh: Mesh) -> tuple[Params, jax.Array, jax.Array]:
+def make_data(mesh: Mesh) -> tuple[Params, Batch]:
     """Parameters sharded over "model", a batch sharded over "data"."""
     keys = jax.random.split(jax.random.key(0), 4)
     params = {
         "up": jax.random.normal(keys[0], (64, 256)) / 8,
         "down": jax.random.normal(keys[1], (256, 64)) / 16,
     }
-    batch = [jax.random.normal(key, (128, 64)) for key in keys[2:]]
-    x, y = jax.device_put(batch, NamedSharding(mesh, P("data")))
-    return jax.device_put(params, shardings_of(mesh)), x, y
+    x, y = (jax.random.normal(key, (128, 64)) for key in keys[2:])
+    batch = jax.device_put((x, y), NamedSharding(mesh, P("data")))
+    return jax.device_put(params, shardings_of(mesh)), batch
 
 
 def count_collectives(hlo: str) -> Counter[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -30,7 +31,8 @@ def accumulate_gradients(
 
     The batch is cut along the first dimension of its leaves, and a `lax.scan` goes over the parts.
     Gradients are accumulated in float32 at least, whatever the parameters are of. The loop has no
-    collective in it: the sums are reduced after it, in the buckets of `sync_gradients`.
+    collective in it: the sums are reduced after it, in the buckets of `sync_gradients`. Over a wire
+    the loss and the weight travel apart and exactly.
 
     The result is the mean over all examples of all ranks. With `weighted` the loss function says
     how much its micro-batch counts, for example its number of tokens that are no padding: the mean
@@ -80,12 +82,14 @@ def accumulate_gradients(
         # Varying parameters have gradients of their own rank; jax.grad would sum others itself.
         local = jax.tree.map(lambda leaf: primitives.cast_varying(jnp.asarray(leaf), axes), params)
         sums = _sums(weighed, local, _cut(batch, microbatches))
-        if axis_name is not None:
-            # What every rank knows anyway, the weight of all of them, is not sent.
-            sent = sums if weighted else sums[:2]
-            everywhere = sync_gradients(sent, axis_name, op="sum", **how)
-            sums = (*everywhere, jnp.float32(microbatches * lax.axis_size(axes)))[:3]
         loss, gradients, weight = sums
+        if axis_name is not None:
+            scalars: tuple[Array, ...] = (loss, weight)
+            if not weighted:
+                # What every rank knows is not sent.
+                scalars, weight = (loss,), jnp.float32(microbatches * lax.axis_size(axes))
+            gradients, scalars = _summed(gradients, scalars, axis_name, how)
+            loss, weight = (*scalars, weight)[:2]
         scale = jnp.where(weight > 0, 1 / jnp.where(weight > 0, weight, 1.0), 0.0)
         means = jax.tree.map(
             lambda total, leaf: (total * scale).astype(jnp.asarray(leaf).dtype), gradients, params
@@ -93,6 +97,15 @@ def accumulate_gradients(
         return loss * scale, means
 
     return step
+
+
+def _summed(gradients: Any, scalars: Any, axis_name: AxisName, how: dict[str, Any]) -> Any:
+    """Both summed over the ranks; a lossy wire is not for the scalars, nor they for its scales."""
+    sync = functools.partial(sync_gradients, axis_name=axis_name, op="sum")
+    if how.get("wire") is None and "order" not in how:
+        return sync((gradients, scalars), **how)
+    exact = {name: value for name, value in how.items() if name not in ("wire", "order")}
+    return sync(gradients, **how), sync(scalars, **exact)
 
 
 def _cut(batch: Any, microbatches: int) -> Any:

@@ -35,7 +35,25 @@ def test_pjit_forms_have_equal_losses_and_different_collectives(run_example) -> 
         assert float(found[2]) < float(found[1])
 
 
-@pytest.mark.parametrize("example", ["replace_psum.py", "pjit_data_parallel.py"])
+@pytest.mark.slow
+@pytest.mark.parametrize("library", ["nnx", "equinox"])
+def test_models_of_other_libraries_learn_as_by_the_compiler(run_example, library: str) -> None:
+    pytest.importorskip({"nnx": "flax"}.get(library, library), exc_type=ImportError)
+    first, last = run_example(f"{library}_data_parallel.py").stdout.splitlines()
+    assert float(first.rpartition(" ")[2]) < 1e-6
+    before, after = re.fullmatch(r"loss (\S+) -> (\S+)", last).groups()
+    assert float(after) < float(before) / 5
+
+
+@pytest.mark.parametrize(
+    "example",
+    [
+        "replace_psum.py",
+        "pjit_data_parallel.py",
+        "nnx_data_parallel.py",
+        "equinox_data_parallel.py",
+    ],
+)
 def test_short_examples_start_with_what_to_learn(examples, example: str) -> None:
     text = (examples / example).read_text()
     assert text.startswith('"""')

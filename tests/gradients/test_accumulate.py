@@ -151,3 +151,13 @@ def test_bad_arguments():
     scalar = functools.partial(accumulate_gradients(lambda p, b: p * b, 1), 1.0)
     with pytest.raises(ValueError, match=r"has shape \(\), whose first dimension"):
         scalar(2.0)
+
+
+def test_a_lossy_wire_leaves_the_loss_exact_and_its_size_out_of_the_scales():
+    batch = data()
+    huge = lambda params, part: loss(params, part) + 1e6  # noqa: E731
+    step = accumulate_gradients(huge, 2, axis_name="x", wire="int8", algorithm="ring")
+    value, grads = per_rank(lambda b: step(PARAMS, b), N, batch)
+    expected, wanted = jax.value_and_grad(huge)(PARAMS, flat(batch))
+    np.testing.assert_allclose(value[0], expected, rtol=1e-6)
+    np.testing.assert_allclose(grads["w"][0], wanted["w"], atol=0.05)
