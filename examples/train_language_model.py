@@ -41,6 +41,16 @@ def main(
     collective: Annotated[
         Collective, typer.Option(help="jax_ring's explicit ring, or jax.lax.pmean.")
     ] = Collective.RING,
+    wire: Annotated[
+        str | None,
+        typer.Option(help="What the ring sends gradients as: bfloat16, float8_e4m3fn, int8, int4."),
+    ] = Config.wire,
+    accumulate: Annotated[
+        int, typer.Option(help="Micro-batches of a rank, one reduction for all of them.")
+    ] = Config.accumulate,
+    bucket_mb: Annotated[
+        float, typer.Option(help="MiB of gradients that are reduced together.")
+    ] = Config.bucket_mb,
     steps: Annotated[int, typer.Option(help="Train steps in all, resumed ones included.")] = (
         Config.steps
     ),
@@ -76,7 +86,11 @@ def main(
         int, typer.Option(help="First steps to repeat with the other collective; 0 for none.")
     ] = Config.check_steps,
     tolerance: Annotated[
-        float, typer.Option(help="Largest difference, in bits per byte, that this check accepts.")
+        float | None,
+        typer.Option(
+            help="Largest difference, in bits per byte, that this check accepts; by default 1e-4, "
+            "with --wire 0.1."
+        ),
     ] = Config.tolerance,
     prompt: Annotated[str, typer.Option(help="What the sample continues.")] = Config.prompt,
     sample_bytes: Annotated[int, typer.Option(help="Length of the sample.")] = Config.sample_bytes,

@@ -14,7 +14,7 @@ from language_model.config import Config, ConfigError, flag
 # What must not change between a run and its continuation.
 _FIXED = (
     *("batch", "seed", "window", "width", "layers", "heads"),
-    *("learning_rate", "warmup", "corpus_bytes"),
+    *("learning_rate", "warmup", "corpus_bytes", "wire", "accumulate"),
 )
 
 
@@ -126,10 +126,11 @@ class Checkpoints:
         saved = self._read_rest(step)["config"]
         for name in _FIXED:
             now = getattr(self._config, name)
-            if now != saved[name]:
+            # Checkpoints from before there was such an option were made with its default.
+            then = saved.get(name, getattr(Config, name))
+            if now != then:
                 raise ConfigError(
-                    f"{flag(name)} must be {saved[name]}, as in the checkpoint of --resume, "
-                    f"got {now}"
+                    f"{flag(name)} must be {then}, as in the checkpoint of --resume, got {now}"
                 )
         if step > self._config.steps:
             raise ConfigError(

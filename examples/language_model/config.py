@@ -20,6 +20,9 @@ class Config:
     Attributes:
       devices: ranks of the data-parallel mesh.
       collective: who averages the gradients, "ring" (jax_ring) or "psum" (jax.lax).
+      wire: what the ring sends gradients as; None as they are.
+      accumulate: micro-batches that each rank cuts its part of the batch into.
+      bucket_mb: MiB of gradients that are reduced together.
       steps: optimizer steps in all, those before a resume included.
       batch: windows per step, over all ranks together.
       seed: of the parameters, the order of the data and the sample.
@@ -34,7 +37,8 @@ class Config:
       checkpoint_every: steps between two checkpoints.
       measure_every: steps between two timings of the reduction alone.
       check_steps: first steps that are repeated with the other collective in the end.
-      tolerance: largest difference in bits per byte that this check accepts.
+      tolerance: largest difference in bits per byte that this check accepts; None for
+        1e-4, or 0.1 where a wire rounds the gradients.
       prompt: what the sample continues.
       sample_bytes: length of the sample.
       output_dir: where the plot and the metrics go.
@@ -44,6 +48,9 @@ class Config:
 
     devices: int = 8
     collective: str = "ring"
+    wire: str | None = None
+    accumulate: int = 1
+    bucket_mb: float = 25.0
     steps: int = 400
     batch: int = 32
     seed: int = 0
@@ -58,7 +65,7 @@ class Config:
     checkpoint_every: int = 50
     measure_every: int = 10
     check_steps: int = 20
-    tolerance: float = 1e-4
+    tolerance: float | None = None
     prompt: str = "def "
     sample_bytes: int = 400
     output_dir: Path = Path("demo_output")
@@ -72,7 +79,8 @@ class Config:
           ConfigError: naming the option, its value and what would be right.
         """
         for name in _POSITIVE:
-            _require(getattr(self, name) > 0, name, getattr(self, name), "must be positive")
+            given = getattr(self, name)
+            _require(given is None or given > 0, name, given, "must be positive")
         for name in ("seed", "check_steps", "sample_bytes"):
             _require(getattr(self, name) >= 0, name, getattr(self, name), "must not be negative")
         _require(
@@ -81,7 +89,20 @@ class Config:
             self.collective,
             "must be ring or psum",
         )
+        _require(
+            self.wire is None or self.collective == "ring",
+            "wire",
+            self.wire,
+            "needs --collective ring; lax's own operation has no wire",
+        )
         _require_multiple("batch", self.batch, "devices", self.devices)
+        _require(
+            self.batch // self.devices % self.accumulate == 0,
+            "accumulate",
+            self.accumulate,
+            f"must divide the {self.batch // self.devices} windows of a rank (--batch over "
+            "--devices)",
+        )
         _require(
             self.width % (2 * self.heads) == 0,
             "width",
@@ -102,6 +123,13 @@ class Config:
             "needs --checkpoint-dir, the directory that the earlier run wrote to",
         )
 
+    @property
+    def largest_difference(self) -> float:
+        """The tolerance in force."""
+        if self.tolerance is not None:
+            return self.tolerance
+        return 1e-4 if self.wire is None else 0.1
+
 
 _POSITIVE = (
     "devices",
@@ -113,6 +141,8 @@ _POSITIVE = (
     "heads",
     "learning_rate",
     "warmup",
+    "accumulate",
+    "bucket_mb",
     "corpus_bytes",
     "evaluate_every",
     "checkpoint_every",

@@ -1,17 +1,17 @@
 """Data parallelism with the collective as a program of our own. This is the file to read.
 
 Every rank holds all parameters and a slice of the batch. It computes the gradients of its slice;
-`jax_ring.pmean` averages them over the ranks; every rank then takes the same optimizer step.
+`jax_ring.gradients` averages them over the ranks; every rank then takes the same optimizer step.
 
 Two things are worth knowing:
 
 1.  Inside `jax.shard_map` the parameters have the type "the same on all ranks". The gradient with
     respect to such a value must be the same on all ranks too, so `jax.grad` sums it over them by
-    itself, with XLA's all-reduce. To do the sum ourselves, we first cast the parameters to
-    "may vary over the ranks" (`jax.lax.pcast`): their gradients then stay local.
+    itself, with XLA's all-reduce. `accumulate_gradients` first casts the parameters to "may vary
+    over the ranks" (`jax.lax.pcast`), so that their gradients stay local until it reduces them.
 
-2.  A ring of N ranks takes 2(N-1) steps for *each array* that it reduces. We flatten the loss and
-    all gradients into one buffer, so that there is one ring per train step rather than one for
+2.  A ring of N ranks takes 2(N-1) steps for *each array* that it reduces. The loss and all
+    gradients are put into buckets, so that there is one ring for each of these rather than one for
     each of the model's arrays: fewer and larger messages, and a quicker compilation.
 """
 
@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -27,16 +26,17 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
-from jax.flatten_util import ravel_pytree
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jax_ring
+from jax_ring.gradients import accumulate_gradients, sync_gradients
 from language_model.config import Config, ConfigError
 from language_model.model import Transformer, bits_per_byte
 
 AXIS = "data"
-Mean = Callable[[jax.Array, str], jax.Array]
+# Who reduces: the explicit ring, or the operation built into JAX.
+ALGORITHMS = {"ring": "ring", "psum": "xla"}
 
 
 @jax.tree_util.register_dataclass
@@ -68,11 +68,13 @@ def make_mesh(devices: int) -> Mesh:
     return jax.make_mesh((devices,), (AXIS,), (AxisType.Auto,), devices=found[:devices])
 
 
-def mean_by(collective: str) -> Mean:
-    """The mean over a mesh axis: the explicit ring, or the operation built into JAX."""
-    if collective == "psum":
-        return jax.lax.pmean
-    return functools.partial(jax_ring.pmean, algorithm="ring")
+def reduction_of(config: Config, collective: str) -> dict[str, Any]:
+    """How `jax_ring.gradients` is to reduce. A wire is for our own algorithms only."""
+    return {
+        "algorithm": ALGORITHMS[collective],
+        "wire": config.wire if collective == "ring" else None,
+        "bucket_bytes": int(config.bucket_mb * 2**20),
+    }
 
 
 def make_optimizer(config: Config) -> optax.GradientTransformation:
@@ -94,17 +96,19 @@ def make_train_step(
     mesh: Mesh,
     graph: nnx.GraphDef[Transformer],
     optimizer: optax.GradientTransformation,
-    mean: Mean,
+    config: Config,
+    collective: str,
 ) -> Any:
     """The jitted step: (state, windows) to (new state, loss); the old state's memory is reused."""
+    value_and_grad = accumulate_gradients(
+        functools.partial(bits_per_byte, graph),
+        config.accumulate,
+        axis_name=AXIS,
+        **reduction_of(config, collective),
+    )
 
     def step_of_rank(state: TrainState, windows: jax.Array) -> tuple[TrainState, jax.Array]:
-        # Point 1 of the module's docstring: without this cast JAX would sum the gradients itself.
-        params = jax.tree.map(lambda p: jax.lax.pcast(p, AXIS, to="varying"), state.params)
-        loss, grads = jax.value_and_grad(functools.partial(bits_per_byte, graph))(params, windows)
-        # Point 2: one buffer, one ring.
-        flat, unflatten = ravel_pytree((loss, grads))
-        loss, grads = unflatten(mean(flat, AXIS))
+        loss, grads = value_and_grad(state.params, windows)
         updates, optimizer_state = optimizer.update(grads, state.optimizer, state.params)
         return TrainState(optax.apply_updates(state.params, updates), optimizer_state), loss
 
@@ -112,20 +116,22 @@ def make_train_step(
     return jax.jit(step, donate_argnums=0)
 
 
-def make_evaluate(mesh: Mesh, graph: nnx.GraphDef[Transformer], mean: Mean) -> Any:
+def make_evaluate(mesh: Mesh, graph: nnx.GraphDef[Transformer], collective: str) -> Any:
     """The jitted validation loss: (params, windows) to bits per byte."""
 
     def loss_of_rank(params: nnx.State, windows: jax.Array) -> jax.Array:
-        return mean(bits_per_byte(graph, params, windows), AXIS)
+        loss = bits_per_byte(graph, params, windows)
+        return jax_ring.pmean(loss, AXIS, algorithm=ALGORITHMS[collective])
 
     return jax.jit(jax.shard_map(loss_of_rank, mesh=mesh, in_specs=(P(), P(AXIS)), out_specs=P()))
 
 
-def make_reduction(mesh: Mesh, mean: Mean) -> Any:
-    """The train step's reduction and nothing else, to time it: [ranks, size] to [size]."""
+def make_reduction(mesh: Mesh, config: Config, collective: str) -> Any:
+    """The train step's reduction and nothing else, to time it: a tree of [ranks, ...] to [...]."""
 
-    def reduce(rows: jax.Array) -> jax.Array:
-        return mean(rows[0], AXIS)
+    def reduce(rows: Any) -> Any:
+        local = jax.tree.map(lambda row: row[0], rows)
+        return sync_gradients(local, AXIS, **reduction_of(config, collective))
 
     return jax.jit(jax.shard_map(reduce, mesh=mesh, in_specs=P(AXIS), out_specs=P()))
 

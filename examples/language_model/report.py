@@ -16,7 +16,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from rich.table import Table
 
-from jax_ring import schedules
+from jax_ring.explanation import Explanation
 from language_model.hlo import Collectives, find_collectives
 
 INK, TRAIN, VALIDATION, BASELINE = "#333333", "#4c78a8", "#e45756", "#8a8a8a"
@@ -61,9 +61,10 @@ class Communication:
     Attributes:
       collective: "ring" or "psum".
       ranks: number of ranks.
-      buffer_bytes: size of the flat buffer of the loss and all gradients.
-      schedule_permutes: steps of the schedule; 0 for psum, whose algorithm is XLA's choice.
-      schedule_bytes: bytes that each rank sends by the schedule.
+      reductions: how many there are: one for each bucket.
+      buffer_bytes: size of the loss and all gradients.
+      schedule_permutes: steps of all schedules; 0 for psum, whose algorithm is XLA's choice.
+      schedule_bytes: bytes that each rank sends by the schedules.
       compiled_permutes: collective-permute instructions in the compiled train step.
       compiled_bytes: bytes that these send from each rank.
       compiled_all_reduces: all-reduce instructions in the compiled train step.
@@ -73,6 +74,7 @@ class Communication:
 
     collective: str
     ranks: int
+    reductions: int
     buffer_bytes: int
     schedule_permutes: int
     schedule_bytes: int
@@ -94,24 +96,18 @@ class Communication:
 
 
 def communication(
-    collective: str, ranks: int, elements: int, hlo: str, timings: Timings
+    collective: str, ranks: int, planned: Explanation, hlo: str, timings: Timings
 ) -> Communication:
-    """Compares what the schedule promises with what the compiled train step contains."""
-    itemsize = np.dtype(np.float32).itemsize
-    permutes = sent = 0
-    if collective == "ring":
-        schedule = schedules.ring(ranks)
-        chunk = -(-elements // schedule.chunks)
-        permutes = len(schedule.steps)
-        sent = int(schedule.sent_chunks().max()) * chunk * itemsize
+    """Compares what the schedules promise with what the compiled train step contains."""
     found = find_collectives(hlo)
     compiled = found.get("collective-permute", Collectives())
     return Communication(
         collective=collective,
         ranks=ranks,
-        buffer_bytes=elements * itemsize,
-        schedule_permutes=permutes,
-        schedule_bytes=sent,
+        reductions=len(planned.collectives),
+        buffer_bytes=sum(collective.nbytes for collective in planned.collectives),
+        schedule_permutes=planned.totals.steps,
+        schedule_bytes=planned.totals.bytes_sent,
         compiled_permutes=compiled.count,
         compiled_bytes=compiled.nbytes,
         compiled_all_reduces=found.get("all-reduce", Collectives()).count,
@@ -129,6 +125,7 @@ def communication_table(sent: Communication) -> Table:
     table.add_column("in the compiled step", justify="right")
     table.add_row("algorithm", "ring" if ring else "XLA's choice", sent.collective)
     table.add_row("ranks", str(sent.ranks), str(sent.ranks))
+    table.add_row("reductions (buckets)", str(sent.reductions), "")
     table.add_row(
         "collective-permutes",
         str(sent.schedule_permutes) if ring else "-",
@@ -141,7 +138,7 @@ def communication_table(sent: Communication) -> Table:
     )
     table.add_row("all-reduces", "0" if ring else "-", str(sent.compiled_all_reduces))
     table.add_section()
-    table.add_row("gradient buffer, bytes", f"{sent.buffer_bytes:,}", "")
+    table.add_row("loss and gradients, bytes", f"{sent.buffer_bytes:,}", "")
     if sent.reduction_seconds:
         # Bus bandwidth: the wire traffic of an all-reduce, whatever its algorithm.
         algbw = sent.buffer_bytes / sent.reduction_seconds / 1e9
