@@ -86,6 +86,21 @@ def test_psum_leaves_the_reduction_to_xla_and_a_failed_check_fails_the_run(
     assert ("FAILED" in done.stdout) == (check["difference"] > 0)
 
 
+@pytest.mark.slow
+def test_wire_and_buckets_and_accumulation_are_in_the_table(run_example, tmp_path) -> None:
+    arguments = ("--wire", "int8", "--accumulate", "2", "--bucket-mb", "0.01")
+    done = run_example(SCRIPT, *TINY, *arguments, "--output-dir", str(tmp_path))
+    sent = metrics(tmp_path)["communication"]
+    # The loss travels apart, exactly; the largest gradient, of the embedding, is a bucket's 16 KiB.
+    assert sent["reductions"] > 2
+    assert sent["compiled_permutes"] == sent["schedule_permutes"]
+    assert sent["compiled_permutes"] == sent["reductions"] * 2 * (4 - 1)
+    # A quarter of what float32 sends, and scales.
+    exact = sent["buffer_bytes"] * 2 * (4 - 1) / 4
+    assert exact / 4 < sent["compiled_bytes"] == sent["schedule_bytes"] < exact * 0.3
+    assert "sent as int8" in done.stdout
+
+
 @pytest.fixture(scope="module")
 def interrupted(run_example, tmp_path_factory) -> Path:
     """The checkpoints of a run of three steps."""
@@ -159,6 +174,9 @@ def test_ctrl_c_keeps_the_last_checkpoint(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        (("--accumulate", "3"), "--accumulate must divide the 4 windows of a rank"),
+        (("--collective", "psum", "--wire", "int8"), "--wire needs --collective ring"),
+        (("--wire", "int9"), "--wire must be one of bfloat16"),
         (
             ("--devices", "8", "--batch", "30"),
             "--batch must be a multiple of --devices 8 (24 or 32), got 30",
