@@ -84,7 +84,7 @@ def sync_gradients(
       [3. 4.] 1.0
     """
     leaves, tree = jax.tree.flatten(grads)
-    _check_local(grads, axis_name)
+    check_local("sync_gradients", grads, axis_name)
     joint = layout.left_to_compiler() == 1
     planned = plan_buckets(grads, bucket_bytes if joint else 1, order=order)
     if deterministic:
@@ -126,7 +126,7 @@ def _unpacked(bucket: Bucket, buffer: Array) -> list[tuple[int, Array]]:
     return result
 
 
-def _check_local(grads: Any, axis_name: AxisName) -> None:
+def check_local(api: str, grads: Any, axis_name: AxisName) -> None:
     """Refuses what has been summed over the ranks already, as its type tells."""
     if not _compat.check_vma():
         return
@@ -136,11 +136,11 @@ def _check_local(grads: Any, axis_name: AxisName) -> None:
         have = _compat.varying(kind) | _compat.unreduced(kind)
         if getattr(leaf, "dtype", None) != jax.dtypes.float0 and not manual <= have:
             raise ValueError(
-                f"jax_ring.sync_gradients: leaf {jax.tree_util.keystr(path)} of grads must vary "
+                f"jax_ring.{api}: leaf {jax.tree_util.keystr(path)} of grads must vary "
                 f"over {axis_name!r}, but its type {kind} says that it is the same on all ranks: "
                 "jax.grad has summed it over them, because the parameters are. To reduce it here, "
                 f"differentiate by jax.lax.pcast(params, {axis_name!r}, to='varying'); to keep "
-                "that sum, leave sync_gradients out and divide by the number of ranks for a mean"
+                f"that sum, leave {api} out and divide by the number of ranks for a mean"
             )
 
 
