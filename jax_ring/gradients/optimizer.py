@@ -18,7 +18,7 @@ from jax_ring import _compat, primitives
 from jax_ring.arguments import Algorithm, AxisName, Wire, names_of
 from jax_ring.collectives import psum
 from jax_ring.gradients.buckets import BUCKET_BYTES
-from jax_ring.gradients.sharded import gather_shards, own_shards, scatter_gradients
+from jax_ring.gradients.sharded import gather_shards, in_dtype, own_shards, scatter_gradients
 from jax_ring.gradients.shards import is_shard
 
 Array = jax.Array
@@ -68,10 +68,10 @@ def sharded_optimizer(
     are shards, the updates are shards too, and nothing is gathered.
 
     The optimizer must work element by element (sgd, adam, adamw, lion, rmsprop and the like): it is
-    given the parts, which it cannot tell from leaves. Those that take a norm or a factor of a whole
-    leaf (lamb, lars, adafactor, shampoo, muon) would take it of each part. For
-    `optax.clip_by_global_norm` take this module's `clip_by_global_norm`. Randomness would be the
-    same in all parts.
+    given the parts, which it cannot tell from leaves. Those that factor leaves (adafactor) are
+    refused, but those that take a norm of a whole leaf (lamb, lars, muon) would take it of each
+    part. For `optax.clip_by_global_norm` take this module's `clip_by_global_norm`. Randomness
+    would be the same in all parts.
 
     Args:
       optimizer: anything with optax's `init` and `update`, also a chain.
@@ -88,7 +88,8 @@ def sharded_optimizer(
       border of `shard_map` by `shard_specs`.
 
     Raises:
-      ValueError: from update, as `scatter_gradients`.
+      ValueError: from init, if the state is not made of arrays of the parameters' shapes; from
+        update, as `scatter_gradients`.
 
     Complexity: as `sync_gradients` by rings, for updates of the gradients' dtype.
 
@@ -115,7 +116,10 @@ def sharded_optimizer(
     """
 
     def init(params: Any) -> Any:
-        return optimizer.init(params if _sharded(params) else own_shards(params, axis_name))
+        parts = params if _sharded(params) else own_shards(params, axis_name)
+        state = optimizer.init(parts)
+        _check_elementwise(state, parts)
+        return state
 
     def update(grads: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
         result = grads if params is None else params
@@ -126,6 +130,9 @@ def sharded_optimizer(
             grads = scatter_gradients(
                 grads, axis_name, like=parts, bucket_bytes=bucket_bytes, **how
             )
+        if parts is not None:
+            # Whole parameters in a compute dtype have gradients in it.
+            grads = jax.tree.map(lambda g, p: in_dtype(g, p.dtype), grads, parts)
         updates, state = optimizer.update(grads, state, parts, **extra)
         if not _sharded(result):
             updates = gather_shards(
@@ -221,6 +228,21 @@ def clip_by_global_norm(max_norm: float, axis_name: AxisName) -> Transformation:
 
 def _sharded(tree: Any) -> bool:
     return any(map(is_shard, jax.tree.leaves(tree, is_leaf=is_shard)))
+
+
+def _check_elementwise(state: Any, parts: Any) -> None:
+    """Refuses an optimizer that keeps anything but an array like it for a part."""
+    known = {
+        (node.split, jnp.shape(node.value)) for node in jax.tree.leaves(parts, is_leaf=is_shard)
+    }
+    for path, node in jax.tree_util.tree_flatten_with_path(state, is_leaf=is_shard)[0]:
+        for value in jax.tree.leaves(node.value) if is_shard(node) else ():
+            if (node.split, jnp.shape(value)) not in known:
+                raise ValueError(
+                    "sharded_optimizer: optimizer must work element by element, with a state of "
+                    f"arrays of the shapes of the parameters, but {jax.tree_util.keystr(path)} of "
+                    f"its state is of shape {jnp.shape(value)} for a leaf of {node.split.shape}"
+                )
 
 
 def _squares(x: Array) -> Array:

@@ -69,8 +69,8 @@ def scatter_gradients(
       >>> from jax_ring.gradients import scatter_gradients
       >>> grads = {"w": jnp.arange(8.0).reshape(2, 4)}
       >>> print(jax.vmap(lambda g: scatter_gradients(g, "i"), axis_name="i")(grads)["w"].value)
-      [[1.5]
-       [3.5]]
+      [[2. 3.]
+       [4. 5.]]
     """
     check_local("scatter_gradients", grads, axis_name)
     ranks = primitives.axis_size(names_of(axis_name))
@@ -226,7 +226,7 @@ def gather_params(
     @jax.custom_vjp
     def gather(tree: Any) -> Any:
         return gather_shards(
-            jax.tree.map(lambda value: _in_dtype(value, dtype), tree),
+            jax.tree.map(lambda value: in_dtype(value, dtype), tree),
             axis_name,
             to="varying",
             bucket_bytes=bucket_bytes,
@@ -239,7 +239,7 @@ def gather_params(
 
     def backward(_: None, cotangents: Any) -> tuple[Any]:
         wide = jax.tree.map(
-            lambda node, cotangent: _in_dtype(cotangent, node.value.dtype),
+            lambda node, cotangent: in_dtype(cotangent, node.value.dtype),
             like,
             cotangents,
             is_leaf=is_shard,
@@ -296,7 +296,7 @@ def _cut(buffer: Array, sizes: Sequence[int]) -> list[Array]:
     ]
 
 
-def _in_dtype(value: Any, dtype: Any) -> Any:
+def in_dtype(value: Any, dtype: Any) -> Any:
     """Floats in another dtype, if one is given; others, also symbolic zeros, as they are."""
     if dtype is None or not jnp.issubdtype(value.dtype, jnp.floating):
         return value
@@ -309,8 +309,9 @@ def _splits(grads: Any, like: Any, ranks: int) -> list[Split]:
     if like is None:
         return [Split.choose(jnp.shape(leaf), ranks) for _, leaf in flat]
     _check_shards(like)
-    nodes, wanted = jax.tree.flatten(like, is_leaf=is_shard)
-    if treedef != wanted:
+    nodes = jax.tree.leaves(like, is_leaf=is_shard)
+    wanted: Any = jax.tree.structure(like, is_leaf=is_shard)
+    if wanted != treedef:
         raise ValueError(
             f"jax_ring.scatter_gradients: grads must be a tree like the shards of the parameters, "
             f"{wanted}, got {treedef}"

@@ -189,12 +189,14 @@ def unshard(tree: Any) -> Any:
 def _sliceable(x: Any, split: Split) -> Array:
     """An array that `trim` may slice: gathered where it is explicitly sharded and was filled up."""
     array = jnp.asarray(x)
-    sharding = jax.typeof(array).sharding
+    kind = jax.typeof(array).sharding
     filled = array.shape[split.dimension] != (split.shape or (1,))[split.dimension]
-    if filled and any(entry is not None for entry in sharding.spec):
-        mesh = sharding.mesh if isinstance(array, jax.core.Tracer) else array.sharding.mesh
-        array = jax.sharding.reshard(array, NamedSharding(mesh, PartitionSpec()))
-    return array
+    if not filled or all(entry is None for entry in kind.spec):
+        return array
+    known = None if isinstance(array, jax.core.Tracer) else array.sharding
+    mesh = known.mesh if isinstance(known, NamedSharding) else kind.mesh
+    whole: Array = jax.sharding.reshard(array, NamedSharding(mesh, PartitionSpec()))
+    return whole
 
 
 def shard_like(tree: Any, like: Any) -> Any:
@@ -220,8 +222,8 @@ def shard_like(tree: Any, like: Any) -> Any:
       [0 1 2 0]
     """
     flat, treedef = jax.tree_util.tree_flatten_with_path(like, is_leaf=is_shard)
-    wanted = jax.tree.structure(jax.eval_shape(unshard, like))
-    if jax.tree.structure(tree) != wanted:
+    wanted: Any = jax.tree.structure(jax.eval_shape(unshard, like))
+    if wanted != jax.tree.structure(tree):
         raise ValueError(
             f"shard_like: tree must have the structure of `unshard(like)`, {wanted}, got "
             f"{jax.tree.structure(tree)}"
@@ -237,7 +239,8 @@ def shard_like(tree: Any, like: Any) -> Any:
                     f"shard_like: leaf {jax.tree_util.keystr(path)} of tree must be of shape "
                     f"{(*front, *old.split.shape)}, got {array.shape}"
                 )
-            return old.split.fill(array, max(1, value.shape[old.split.dimension]))
+            filled: Array = old.split.fill(array, max(1, value.shape[old.split.dimension]))
+            return filled
 
         if not is_shard(old):
             return next(leaves)
@@ -265,7 +268,7 @@ def shard_specs(tree: Any, axis_name: AxisName) -> Any:
       >>> from jax_ring.gradients import shard_params, shard_specs
       >>> shards = shard_params({"w": jnp.ones((3, 8))}, ranks=4)
       >>> print(shard_specs(shards, "data")["w"].value)
-      PartitionSpec(None, 'data')
+      P(None, 'data')
     """
     axes = names_of(axis_name)
     entry = axes if len(axes) > 1 else axes[0]

@@ -19,6 +19,7 @@ from jax_ring.gradients.buckets import (
     plan_buckets,
     reverse_order,
 )
+from jax_ring.gradients.shards import is_shard
 from jax_ring.plan import plan
 from jax_ring.schedules import Kind, Schedule, position_independent
 from jax_ring.schedules.families import make, names
@@ -70,8 +71,8 @@ def sync_gradients(
 
     Raises:
       ValueError: if a leaf is the same on all ranks by its type, for then `jax.grad` has summed it
-        over them already; if `deterministic` is asked for with an algorithm or a wire that cannot
-        be; otherwise as `jax_ring.all_reduce`.
+        over them already, or a `Shard`; if `deterministic` is asked for with an algorithm or a wire
+        that cannot be; otherwise as `jax_ring.all_reduce`.
 
     Complexity: one collective for each bucket.
 
@@ -83,6 +84,7 @@ def sync_gradients(
       >>> print(mean["w"][0], mean["b"][0])
       [3. 4.] 1.0
     """
+    refuse_shards("sync_gradients", grads)
     leaves, tree = jax.tree.flatten(grads)
     check_local("sync_gradients", grads, axis_name)
     joint = layout.left_to_compiler() == 1
@@ -124,6 +126,17 @@ def _unpacked(bucket: Bucket, buffer: Array) -> list[tuple[int, Array]]:
         result.append((leaf.index, part.reshape(leaf.shape)))
         start += leaf.size
     return result
+
+
+def refuse_shards(api: str, tree: Any) -> None:
+    """Refuses what each rank holds a part of: parts of different ranks must not be added."""
+    for path, leaf in jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_shard)[0]:
+        if is_shard(leaf):
+            raise ValueError(
+                f"jax_ring.{api}: leaf {jax.tree_util.keystr(path)} is a Shard, which is reduced "
+                "over the ranks already: by scatter_gradients, or by the derivative of "
+                f"gather_params. Leave {api} out, or its axis_name"
+            )
 
 
 def check_local(api: str, grads: Any, axis_name: AxisName) -> None:
