@@ -250,7 +250,7 @@ def gather_params(
     return gather(shards)
 
 
-def save_all_but_gathered(primitive: Any, *_: Any, **__: Any) -> bool:
+def save_all_but_gathered(primitive: Any, *_: Any, **parameters: Any) -> bool:
     """A policy for `jax.checkpoint`: only parameters are gathered again, nothing else is redone.
 
     Everything that arithmetic made is kept from forward to backward, as without `jax.checkpoint`.
@@ -259,6 +259,7 @@ def save_all_but_gathered(primitive: Any, *_: Any, **__: Any) -> bool:
 
     Args:
       primitive: the operation in question, as JAX passes it.
+      **parameters: those of the operation.
 
     Returns:
       Whether its result may be kept.
@@ -269,7 +270,11 @@ def save_all_but_gathered(primitive: Any, *_: Any, **__: Any) -> bool:
       >>> def layer(shard, x): ...
       >>> layer = jax.checkpoint(layer, policy=save_all_but_gathered)
     """
-    return primitive.name not in (*_GATHERS, *_MOVES)
+    # `gather_params` has a derivative of its own, and comes as one call.
+    called = parameters.get("call_jaxpr")
+    inside = [equation.primitive.name for equation in called.eqns] if called is not None else []
+    gathers = any(name in _GATHERS for name in [primitive.name, *inside])
+    return not gathers and primitive.name not in _MOVES
 
 
 def _forward_order(paths: Sequence[str]) -> Sequence[int]:
