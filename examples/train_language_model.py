@@ -51,6 +51,14 @@ def main(
     bucket_mb: Annotated[
         float, typer.Option(help="MiB of gradients that are reduced together.")
     ] = Config.bucket_mb,
+    zero: Annotated[
+        int,
+        typer.Option(
+            help="What each rank holds only its part of: 1 the optimizer's state, 2 accumulated "
+            "gradients too, 3 parameters too; 0 nothing. Checkpoints fit all of them and any "
+            "--devices."
+        ),
+    ] = Config.zero,
     steps: Annotated[int, typer.Option(help="Train steps in all, resumed ones included.")] = (
         Config.steps
     ),

@@ -103,16 +103,22 @@ class Checkpoints:
             ),
         )
 
-    def restore(self, like: Any) -> Restored:
+    def restore(self, like: Any, shardings: Any) -> Restored:
         """Reads the newest checkpoint.
 
         Args:
-          like: a state with the shapes and shardings to restore into.
+          like: the shapes of the state.
+          shardings: where to put it.
         """
         step = self.latest()
         assert self._manager is not None, "restore needs --checkpoint-dir"
         assert step is not None, "restore needs a checkpoint"
-        template = ocp.args.StandardRestore(jax.tree.map(ocp.utils.to_shape_dtype_struct, like))
+        shapes = jax.tree.map(
+            lambda leaf, where: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where),
+            like,
+            shardings,
+        )
+        template = ocp.args.StandardRestore(shapes)
         state = self._manager.restore(step, args=ocp.args.Composite(state=template)).state
         rest = self._read_rest(step)
         return Restored(step, state, rest["place"], rest["history"])

@@ -23,6 +23,8 @@ class Config:
       wire: what the ring sends gradients as; None as they are.
       accumulate: micro-batches that each rank cuts its part of the batch into.
       bucket_mb: MiB of gradients that are reduced together.
+      zero: what each rank holds only its part of: 0 nothing, 1 the optimizer's state, 2 gradients
+        too, 3 parameters too.
       steps: optimizer steps in all, those before a resume included.
       batch: windows per step, over all ranks together.
       seed: of the parameters, the order of the data and the sample.
@@ -51,6 +53,7 @@ class Config:
     wire: str | None = None
     accumulate: int = 1
     bucket_mb: float = 25.0
+    zero: int = 0
     steps: int = 400
     batch: int = 32
     seed: int = 0
@@ -89,6 +92,7 @@ class Config:
             self.collective,
             "must be ring or psum",
         )
+        _require(self.zero in (0, 1, 2, 3), "zero", self.zero, "must be 0, 1, 2 or 3")
         _require(
             self.wire is None or self.collective == "ring",
             "wire",

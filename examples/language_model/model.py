@@ -10,10 +10,14 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from jax_ring.gradients import save_all_but_gathered
 from language_model.config import Config
 from language_model.data import VOCABULARY
 
 TEMPERATURE = 0.7
+
+# Shards of parameters to the parameters.
+Gather = Callable[[nnx.State], nnx.State]
 
 
 class Block(nnx.Module):
@@ -54,12 +58,33 @@ class Transformer(nnx.Module):
         )
         self.norm = nnx.RMSNorm(config.width, rngs=rngs)
 
-    def __call__(self, tokens: jax.Array) -> jax.Array:
-        """Maps int [batch, time] to logits [batch, time, 256]."""
-        x = self.embed(tokens)
+    def __call__(self, tokens: jax.Array, gather: Gather | None = None) -> jax.Array:
+        """Maps int [batch, time] to logits [batch, time, 256].
+
+        With `gather` the parameters are shards: each block's are gathered where it is used, and
+        again in the backward pass. The embedding, used at both ends, is whole throughout.
+        """
+        embed, norm = self.embed, self.norm
+        if gather is not None:
+            embed, norm = _gathered(embed, gather), _gathered(norm, gather)
+        x = embed(tokens)
         for block in self.blocks:
-            x = block(x)
-        return self.embed.attend(self.norm(x))
+            x = block(x) if gather is None else _apply_gathered(block, x, gather)
+        return embed.attend(norm(x))
+
+
+def _gathered(module: nnx.Module, gather: Gather) -> nnx.Module:
+    graph, shards = nnx.split(module)
+    return nnx.merge(graph, gather(shards))
+
+
+def _apply_gathered(module: nnx.Module, x: jax.Array, gather: Gather) -> jax.Array:
+    graph, shards = nnx.split(module)
+
+    def apply(shards: nnx.State, x: jax.Array) -> jax.Array:
+        return nnx.merge(graph, gather(shards))(x)
+
+    return jax.checkpoint(apply, policy=save_all_but_gathered)(shards, x)
 
 
 def shift_half(x: jax.Array) -> jax.Array:
@@ -85,11 +110,14 @@ def init_model(config: Config) -> tuple[nnx.GraphDef[Transformer], nnx.State]:
 
 
 def bits_per_byte(
-    graph: nnx.GraphDef[Transformer], params: nnx.State, windows: jax.Array
+    graph: nnx.GraphDef[Transformer],
+    params: nnx.State,
+    windows: jax.Array,
+    gather: Gather | None = None,
 ) -> jax.Array:
     """Mean cross-entropy in bits of all bytes but the first of each window [batch, time + 1]."""
     tokens = windows.astype(jnp.int32)
-    logits = nnx.merge(graph, params)(tokens[:, :-1])
+    logits = nnx.merge(graph, params)(tokens[:, :-1], gather)
     log_p = jax.nn.log_softmax(logits)
     return -jnp.take_along_axis(log_p, tokens[:, 1:, None], axis=-1).mean() / np.log(2)
 

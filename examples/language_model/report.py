@@ -62,9 +62,12 @@ class Communication:
       collective: "ring" or "psum".
       ranks: number of ranks.
       reductions: how many there are: one for each bucket.
-      buffer_bytes: size of the loss and all gradients.
-      schedule_permutes: steps of all schedules; 0 for psum, whose algorithm is XLA's choice.
-      schedule_bytes: bytes that each rank sends by the schedules.
+      gathers: how many all-gathers of updates or parameters there are, with `--zero`.
+      buffer_bytes: size of all that is reduced: the loss and all gradients.
+      schedule_permutes: steps of all schedules, those in a loop once; 0 for psum, whose algorithm
+        is XLA's choice.
+      schedule_bytes: bytes that each rank sends by the schedules, those in a loop once.
+      step_bytes: bytes that each rank sends in a train step, loops and all.
       compiled_permutes: collective-permute instructions in the compiled train step.
       compiled_bytes: bytes that these send from each rank.
       compiled_all_reduces: all-reduce instructions in the compiled train step.
@@ -75,9 +78,11 @@ class Communication:
     collective: str
     ranks: int
     reductions: int
+    gathers: int
     buffer_bytes: int
     schedule_permutes: int
     schedule_bytes: int
+    step_bytes: int
     compiled_permutes: int
     compiled_bytes: int
     compiled_all_reduces: int
@@ -95,19 +100,46 @@ class Communication:
         )
 
 
+@dataclasses.dataclass(frozen=True)
+class Held:
+    """What one rank holds from step to step, measured on its device.
+
+    Attributes:
+      params_bytes: of the parameters.
+      optimizer_bytes: of the optimizer's state.
+    """
+
+    params_bytes: int
+    optimizer_bytes: int
+
+    @classmethod
+    def by_a_rank(cls, params: Any, optimizer: Any) -> Held:
+        """What the first device holds of two trees."""
+
+        def held(tree: Any) -> int:
+            first = (leaf.addressable_shards[0] for leaf in jax.tree.leaves(tree))
+            return sum(shard.data.nbytes for shard in first)
+
+        return cls(held(params), held(optimizer))
+
+
 def communication(
     collective: str, ranks: int, planned: Explanation, hlo: str, timings: Timings
 ) -> Communication:
     """Compares what the schedules promise with what the compiled train step contains."""
     found = find_collectives(hlo)
     compiled = found.get("collective-permute", Collectives())
+    reduced = [c for c in planned.collectives if c.name != "all_gather"]
     return Communication(
         collective=collective,
         ranks=ranks,
-        reductions=len(planned.collectives),
-        buffer_bytes=sum(collective.nbytes for collective in planned.collectives),
-        schedule_permutes=planned.totals.steps,
-        schedule_bytes=planned.totals.bytes_sent,
+        reductions=len(reduced),
+        gathers=len(planned.collectives) - len(reduced),
+        buffer_bytes=sum(c.nbytes for c in reduced),
+        # A loop's body is in the program once, however often it runs.
+        schedule_permutes=sum(c.steps or 0 for c in planned.collectives),
+        schedule_bytes=sum(c.bytes_sent or 0 for c in planned.collectives),
+        step_bytes=planned.totals.bytes_sent,
         compiled_permutes=compiled.count,
         compiled_bytes=compiled.nbytes,
         compiled_all_reduces=found.get("all-reduce", Collectives()).count,
@@ -116,8 +148,8 @@ def communication(
     )
 
 
-def communication_table(sent: Communication) -> Table:
-    """The communication of one train step as a table."""
+def communication_table(sent: Communication, held: Held) -> Table:
+    """The communication of one train step as a table, and what a rank holds."""
     ring = sent.collective == "ring"
     table = Table(title="Communication of one train step", title_justify="left")
     table.add_column("")
@@ -126,6 +158,8 @@ def communication_table(sent: Communication) -> Table:
     table.add_row("algorithm", "ring" if ring else "XLA's choice", sent.collective)
     table.add_row("ranks", str(sent.ranks), str(sent.ranks))
     table.add_row("reductions (buckets)", str(sent.reductions), "")
+    if sent.gathers:
+        table.add_row("all-gathers (buckets)", str(sent.gathers), "")
     table.add_row(
         "collective-permutes",
         str(sent.schedule_permutes) if ring else "-",
@@ -137,7 +171,11 @@ def communication_table(sent: Communication) -> Table:
         f"{sent.compiled_bytes:,}" if ring else "-",
     )
     table.add_row("all-reduces", "0" if ring else "-", str(sent.compiled_all_reduces))
+    if sent.step_bytes != sent.schedule_bytes:
+        table.add_row("bytes sent, loops repeated", f"{sent.step_bytes:,}", "")
     table.add_section()
+    table.add_row("parameters on each rank, bytes", "", f"{held.params_bytes:,}")
+    table.add_row("optimizer state on each rank, bytes", "", f"{held.optimizer_bytes:,}")
     table.add_row("loss and gradients, bytes", f"{sent.buffer_bytes:,}", "")
     if sent.reduction_seconds:
         # Bus bandwidth: the wire traffic of an all-reduce, whatever its algorithm.

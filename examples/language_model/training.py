@@ -10,7 +10,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -21,6 +20,7 @@ from rich.text import Text
 
 import jax_ring
 from jax_ring.explanation import Explanation
+from jax_ring.gradients import shard_like, unshard
 from jax_ring.wire import NAMES as WIRES
 from language_model import parallel, report
 from language_model.checkpoint import Checkpoints
@@ -40,20 +40,17 @@ class Setup:
       corpus: the text.
       mesh: the ranks.
       graph: the model's structure.
-      optimizer: the optimizer.
     """
 
     config: Config
     corpus: Corpus
     mesh: Mesh
     graph: nnx.GraphDef[Transformer]
-    optimizer: optax.GradientTransformation
 
     def initial_state(self) -> parallel.TrainState:
         """The state before the first step, the same for the same seed."""
         _, params = init_model(self.config)
-        state = parallel.TrainState(params, self.optimizer.init(params))
-        return parallel.replicate(self.mesh, state)
+        return parallel.initial_state(self.mesh, params, self.config)
 
     def batches(self) -> Batches:
         """The training data from its start."""
@@ -62,12 +59,10 @@ class Setup:
 
     def compile_step(self, collective: str) -> tuple[Any, Explanation]:
         """The train step, compiled ahead of its first call, and the collectives that it makes."""
-        step = parallel.make_train_step(
-            self.mesh, self.graph, self.optimizer, self.config, collective
-        )
+        state = self.initial_state()
+        step = parallel.make_train_step(self.mesh, self.graph, state, self.config, collective)
         shape = (self.config.batch, self.config.window + 1)
         windows = parallel.split_batch(self.mesh, np.zeros(shape, np.uint8))
-        state = self.initial_state()
         # Without a loop over the ring's steps, so that each is an instruction we can count.
         with jax_ring.config(unroll=max(2, self.config.devices)):
             return step.lower(state, windows).compile(), jax_ring.explain(step, state, windows)
@@ -88,12 +83,14 @@ class Trainer:
         self.compiled, self.planned = setup.compile_step(collective)
         self.state = setup.initial_state()
         self.history, self.timings = report.History(), report.Timings()
-        self._evaluate = parallel.make_evaluate(setup.mesh, setup.graph, collective)
+        self._evaluate = parallel.make_evaluate(
+            setup.mesh, setup.graph, self.state, config, collective
+        )
         self._reduction = parallel.make_reduction(setup.mesh, config, collective)
         ranks = NamedSharding(setup.mesh, P(parallel.AXIS))
         self._rows = jax.tree.map(
             lambda leaf: jnp.zeros((config.devices, *leaf.shape), leaf.dtype, device=ranks),
-            self.state.params,
+            jax.eval_shape(unshard, self.state.params),
         )
 
     @property
@@ -127,15 +124,21 @@ class Trainer:
 
     def resume(self, checkpoints: Checkpoints) -> None:
         """Continues from the newest checkpoint."""
-        restored = checkpoints.restore(self.state)
-        self.state = restored.state
+        whole = parallel.shardings(self.setup.mesh, jax.eval_shape(unshard, self.state))
+        restored = checkpoints.restore(jax.eval_shape(unshard, self.state), whole)
+        # Saved whole, it is cut anew, for as many ranks as there are now.
+        self.state = jax.jit(
+            lambda state: shard_like(state, self.state),
+            out_shardings=parallel.shardings(self.setup.mesh, self.state),
+        )(restored.state)
         self.batches.go_to(restored.place)
         self.history = report.History(**restored.history)
 
     def save(self, checkpoints: Checkpoints) -> None:
         """Writes a checkpoint of all that `resume` needs."""
         history = dataclasses.asdict(self.history)
-        checkpoints.save(self.step, self.state, self.batches.place(), history)
+        whole = jax.jit(unshard)(self.state)
+        checkpoints.save(self.step, whole, self.batches.place(), history)
 
     def _on_devices(self, windows: Bytes) -> jax.Array:
         return parallel.split_batch(self.setup.mesh, windows)
@@ -173,7 +176,7 @@ def prepare(config: Config) -> Setup:
         raise ConfigError(f"--wire must be one of {', '.join(WIRES)}, got {config.wire}")
     corpus, mesh = load_corpus(config.corpus_bytes), parallel.make_mesh(config.devices)
     graph, _ = init_model(config)
-    return Setup(config, corpus, mesh, graph, parallel.make_optimizer(config))
+    return Setup(config, corpus, mesh, graph)
 
 
 def describe(setup: Setup) -> str:
@@ -185,6 +188,7 @@ def describe(setup: Setup) -> str:
         f"held out: {len(text.validation):,} bytes of {text.validation_files} others\n"
         f"mesh: {c.devices} {kind} devices, {c.batch // c.devices} of {c.batch} windows each; "
         f"gradients averaged by {c.collective}{'' if c.wire is None else f', sent as {c.wire}'}"
+        f"{f'; ZeRO stage {c.zero}' if c.zero else ''}"
     )
 
 
@@ -255,11 +259,12 @@ def finish(trainer: Trainer, console: Console) -> int:
         trainer.compiled.as_text(),
         trainer.timings,
     )
+    held = report.Held.by_a_rank(trainer.state.params, trainer.state.optimizer)
     console.print(Panel(sample(trainer), title="sample", title_align="left"))
-    console.print(report.communication_table(sent))
+    console.print(report.communication_table(sent, held))
     with console.status("repeating the first steps with the other collective"):
         check = compare_collectives(trainer)
-    write_outputs(trainer, sent, unigram, check)
+    write_outputs(trainer, sent, held, unigram, check)
     console.print(
         f"{check.verdict(config)}\n"
         f"check: the compiled step communicates as the schedule says: {_verdict(sent.agrees)}\n"
@@ -274,7 +279,7 @@ def finish(trainer: Trainer, console: Console) -> int:
 def sample(trainer: Trainer) -> Text:
     """Text by the trained model, on one device."""
     config, mesh = trainer.setup.config, trainer.setup.mesh
-    params = jax.device_put(trainer.state.params, mesh.devices.flat[0])
+    params = jax.device_put(unshard(trainer.state.params), mesh.devices.flat[0])
     text = generate(trainer.setup.graph, params, config.prompt.encode(), config)
     return Text(text.decode("utf-8", errors="replace"))
 
@@ -332,7 +337,11 @@ def compare_collectives(trainer: Trainer) -> Check:
 
 
 def write_outputs(
-    trainer: Trainer, sent: report.Communication, unigram: float, check: Check
+    trainer: Trainer,
+    sent: report.Communication,
+    held: report.Held,
+    unigram: float,
+    check: Check,
 ) -> None:
     """Writes loss.png and metrics.json into the output directory."""
     config = trainer.setup.config
@@ -343,6 +352,7 @@ def write_outputs(
         config.output_dir / "metrics.json",
         trainer.history,
         sent,
+        held=dataclasses.asdict(held),
         unigram=unigram,
         check={**dataclasses.asdict(check), "tolerance": config.largest_difference},
     )

@@ -148,12 +148,13 @@ def sharded_optimizer(
     return Transformation(init, update)
 
 
-def global_norm(tree: Any, axis_name: AxisName) -> Array:
+def global_norm(tree: Any, axis_name: AxisName, *, algorithm: Algorithm = "auto") -> Array:
     """The Euclidean norm of a tree of shards, over all leaves and all ranks.
 
     Args:
       tree: `Shard`s, and arrays that are the same on all ranks; those count once.
       axis_name: as `jax_ring.psum`.
+      algorithm: as `jax_ring.psum`.
 
     Returns:
       A scalar of float32 at least, the same on all ranks.
@@ -161,7 +162,7 @@ def global_norm(tree: Any, axis_name: AxisName) -> Array:
     Raises:
       ValueError: if by its type an array that is no shard differs between ranks.
 
-    Complexity: an all-reduce of one element.
+    Complexity: an all-reduce of one element, and none without shards.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -171,17 +172,22 @@ def global_norm(tree: Any, axis_name: AxisName) -> Array:
       >>> print(jax.vmap(norm, axis_name="i")(jnp.array([[1.0, 2.0], [5.0, 6.0]])))
       [5. 5.]
     """
-    shards, whole = [jnp.float32(0)], [jnp.float32(0)]
+    shards: list[Array] = []
+    whole = [jnp.float32(0)]
     for path, node in jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_shard)[0]:
         if is_shard(node):
             shards += map(_squares, jax.tree.leaves(node.value))
             continue
         _check_same(path, node, axis_name)
         whole.append(_squares(node))
-    return jnp.sqrt(psum(sum(shards), axis_name) + sum(whole))
+    if shards:
+        whole.append(psum(sum(shards), axis_name, algorithm=algorithm))
+    return jnp.sqrt(sum(whole))
 
 
-def clip_by_global_norm(max_norm: float, axis_name: AxisName) -> Transformation:
+def clip_by_global_norm(
+    max_norm: float, axis_name: AxisName, *, algorithm: Algorithm = "auto"
+) -> Transformation:
     """Scales updates down to a global norm, of all ranks' shards together.
 
     What `optax.clip_by_global_norm` is for whole leaves: on shards that one would see the norm of
@@ -190,6 +196,7 @@ def clip_by_global_norm(max_norm: float, axis_name: AxisName) -> Transformation:
     Args:
       max_norm: the largest norm, more than 0.
       axis_name: as `jax_ring.psum`.
+      algorithm: as `jax_ring.psum`.
 
     Returns:
       A transformation without state, to be put first in an `optax.chain` that `sharded_optimizer`
@@ -198,7 +205,7 @@ def clip_by_global_norm(max_norm: float, axis_name: AxisName) -> Transformation:
     Raises:
       ValueError: if max_norm is not more than 0; as `global_norm`.
 
-    Complexity: an all-reduce of one element.
+    Complexity: as `global_norm`.
 
     Example:
       >>> import optax
@@ -215,7 +222,7 @@ def clip_by_global_norm(max_norm: float, axis_name: AxisName) -> Transformation:
 
     def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
         del params
-        norm = global_norm(updates, axis_name)
+        norm = global_norm(updates, axis_name, algorithm=algorithm)
         within = norm < max_norm
 
         def clip(value: Array) -> Array:
