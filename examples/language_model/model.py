@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -68,8 +68,11 @@ class Transformer(nnx.Module):
         if gather is not None:
             embed, norm = _gathered(embed, gather), _gathered(norm, gather)
         x = embed(tokens)
-        for block in self.blocks:
-            x = block(x) if gather is None else _apply_gathered(block, x, gather)
+        if gather is not None:
+            x = _apply_gathered(self.blocks, x, gather)
+        else:
+            for block in self.blocks:
+                x = block(x)
         return embed.attend(norm(x))
 
 
@@ -78,13 +81,21 @@ def _gathered(module: nnx.Module, gather: Gather) -> nnx.Module:
     return nnx.merge(graph, gather(shards))
 
 
-def _apply_gathered(module: nnx.Module, x: jax.Array, gather: Gather) -> jax.Array:
-    graph, shards = nnx.split(module)
+def _apply_gathered(blocks: Sequence[Block], x: jax.Array, gather: Gather) -> jax.Array:
+    """Goes through the blocks in a loop, whose body gathers the parameters of one.
 
-    def apply(shards: nnx.State, x: jax.Array) -> jax.Array:
-        return nnx.merge(graph, gather(shards))(x)
+    Without a loop a compiler may notice that the backward pass gathers what forward has gathered
+    before, and keep that instead.
+    """
+    graph, _ = nnx.split(blocks[0])
+    stack = jax.tree.map(lambda *shards: jnp.stack(shards), *map(nnx.state, blocks))
 
-    return jax.checkpoint(apply, policy=save_all_but_gathered)(shards, x)
+    def apply(x: jax.Array, shards: nnx.State) -> tuple[jax.Array, None]:
+        return nnx.merge(graph, gather(shards))(x), None
+
+    if len(blocks) > 1:
+        apply = jax.checkpoint(apply, policy=save_all_but_gathered, prevent_cse=False)
+    return jax.lax.scan(apply, x, stack)[0]
 
 
 def shift_half(x: jax.Array) -> jax.Array:

@@ -41,11 +41,13 @@ class Timings:
 
     Attributes:
       step: whole train steps.
-      reduction: the gradients' reduction by itself, on a buffer of the same size.
+      reduction: the gradients' reduction by itself, on arrays of the same sizes.
+      reduction_bytes: the size of these arrays on each rank.
     """
 
     step: list[float] = dataclasses.field(default_factory=list)
     reduction: list[float] = dataclasses.field(default_factory=list)
+    reduction_bytes: int = 0
 
     def share(self) -> float:
         """The reduction's share of a step, as far as it can be told (0 before any timing)."""
@@ -63,7 +65,7 @@ class Communication:
       ranks: number of ranks.
       reductions: how many there are: one for each bucket.
       gathers: how many all-gathers of updates or parameters there are, with `--zero`.
-      buffer_bytes: size of all that is reduced: the loss and all gradients.
+      buffer_bytes: size of all that is reduced in a step, loops and all: loss and gradients.
       schedule_permutes: steps of all schedules, those in a loop once; 0 for psum, whose algorithm
         is XLA's choice.
       schedule_bytes: bytes that each rank sends by the schedules, those in a loop once.
@@ -72,6 +74,7 @@ class Communication:
       compiled_bytes: bytes that these send from each rank.
       compiled_all_reduces: all-reduce instructions in the compiled train step.
       reduction_seconds: median time of the reduction alone, or None if it was not timed.
+      reduction_bytes: what that reduces on each rank.
       share: that time over the median time of a train step.
     """
 
@@ -87,6 +90,7 @@ class Communication:
     compiled_bytes: int
     compiled_all_reduces: int
     reduction_seconds: float | None
+    reduction_bytes: int
     share: float
 
     @property
@@ -135,7 +139,7 @@ def communication(
         ranks=ranks,
         reductions=len(reduced),
         gathers=len(planned.collectives) - len(reduced),
-        buffer_bytes=sum(c.nbytes for c in reduced),
+        buffer_bytes=sum(c.nbytes * (c.times or 1) for c in reduced),
         # A loop's body is in the program once, however often it runs.
         schedule_permutes=sum(c.steps or 0 for c in planned.collectives),
         schedule_bytes=sum(c.bytes_sent or 0 for c in planned.collectives),
@@ -144,6 +148,7 @@ def communication(
         compiled_bytes=compiled.nbytes,
         compiled_all_reduces=found.get("all-reduce", Collectives()).count,
         reduction_seconds=statistics.median(timings.reduction) if timings.reduction else None,
+        reduction_bytes=timings.reduction_bytes,
         share=timings.share(),
     )
 
@@ -176,11 +181,12 @@ def communication_table(sent: Communication, held: Held) -> Table:
     table.add_section()
     table.add_row("parameters on each rank, bytes", "", f"{held.params_bytes:,}")
     table.add_row("optimizer state on each rank, bytes", "", f"{held.optimizer_bytes:,}")
-    table.add_row("loss and gradients, bytes", f"{sent.buffer_bytes:,}", "")
+    table.add_row("loss and gradients reduced, bytes", f"{sent.buffer_bytes:,}", "")
     if sent.reduction_seconds:
-        # Bus bandwidth: the wire traffic of an all-reduce, whatever its algorithm.
-        algbw = sent.buffer_bytes / sent.reduction_seconds / 1e9
-        busbw = algbw * 2 * (sent.ranks - 1) / sent.ranks
+        # Bus bandwidth: the wire traffic of an all-reduce, or a reduce-scatter, whatever its
+        # algorithm.
+        algbw = sent.reduction_bytes / sent.reduction_seconds / 1e9
+        busbw = algbw * (1 if sent.gathers else 2) * (sent.ranks - 1) / sent.ranks
         table.add_row("time of the reduction alone", "", f"{sent.reduction_seconds * 1e3:.1f} ms")
         table.add_row("its share of a step, estimated", "", f"{sent.share:.1%}")
         table.add_row("algbw, busbw", "", f"{algbw:.2g}, {busbw:.2g} GB/s")

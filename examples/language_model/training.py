@@ -92,6 +92,8 @@ class Trainer:
             lambda leaf: jnp.zeros((config.devices, *leaf.shape), leaf.dtype, device=ranks),
             jax.eval_shape(unshard, self.state.params),
         )
+        rows_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(self._rows))
+        self.timings.reduction_bytes = rows_bytes // config.devices
 
     @property
     def step(self) -> int:

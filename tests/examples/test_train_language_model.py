@@ -101,6 +101,37 @@ def test_wire_and_buckets_and_accumulation_are_in_the_table(run_example, tmp_pat
     assert "sent as int8" in done.stdout
 
 
+@pytest.mark.slow
+def test_zero_holds_one_part_of_n_and_resumes_on_other_ranks(
+    run_example, straight, interrupted, tmp_path
+) -> None:
+    """Three steps of stage 0 on 4 ranks, one of stage 3 on 2, and two of stage 2 on 8."""
+    saved = ("--checkpoint-dir", str(shutil.copytree(interrupted, tmp_path / "saved")))
+    common = (*TINY, *saved, "--resume", "--output-dir", str(tmp_path))
+    whole, held = metrics(straight[1])["held"], {}
+    for ranks, stage, steps in ((2, 3, 4), (8, 2, 6)):
+        arguments = ("--devices", str(ranks), "--zero", str(stage), "--steps", str(steps))
+        done = run_example(SCRIPT, *common, *arguments, "--check-steps", "0")
+        assert f"ZeRO stage {stage}" in done.stdout
+        numbers = metrics(tmp_path)
+        sent, held = numbers["communication"], numbers["held"]
+        parts = {
+            name: whole[name] // (ranks if part else 1)
+            for name, part in (("params_bytes", stage == 3), ("optimizer_bytes", True))
+        }
+        assert held["params_bytes"] == parts["params_bytes"]
+        # Two counts are whole.
+        assert parts["optimizer_bytes"] <= held["optimizer_bytes"] <= parts["optimizer_bytes"] + 8
+        assert f"{held['optimizer_bytes']:,}" in done.stdout
+        assert sent["compiled_permutes"] == sent["schedule_permutes"] > 0
+        assert sent["compiled_bytes"] == sent["schedule_bytes"]
+        assert sent["compiled_all_reduces"] == 0
+    straight_losses = metrics(straight[1])["history"]["train"]
+    losses = numbers["history"]["train"]
+    assert losses[:3] == straight_losses[:3]
+    assert losses == pytest.approx(straight_losses, abs=1e-4)
+
+
 @pytest.fixture(scope="module")
 def interrupted(run_example, tmp_path_factory) -> Path:
     """The checkpoints of a run of three steps."""
@@ -176,6 +207,7 @@ def test_ctrl_c_keeps_the_last_checkpoint(
     [
         (("--accumulate", "3"), "--accumulate must divide the 4 windows of a rank"),
         (("--collective", "psum", "--wire", "int8"), "--wire needs --collective ring"),
+        (("--zero", "4"), "--zero must be 0, 1, 2 or 3, got 4"),
         (("--wire", "int9"), "--wire must be one of bfloat16"),
         (
             ("--devices", "8", "--batch", "30"),
