@@ -102,7 +102,8 @@ def sharded_optimizer(
       >>> state = optimizer.init(shard_params(params, ranks=8))
       >>> specs = shard_specs(state, "data")
       >>> mesh = Mesh(jax.devices(), "data")
-      >>> @functools.partial(
+      >>> @jax.jit
+      ... @functools.partial(
       ...     jax.shard_map, mesh=mesh, in_specs=(P(), specs, P("data")), out_specs=(P(), specs)
       ... )
       ... def step(params, state, batch):

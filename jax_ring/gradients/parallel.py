@@ -51,7 +51,7 @@ def data_parallel(
       gradients are like params, sharded over the other axes as the compiler or the types say.
 
     Raises:
-      ValueError: if the mesh has no such axis, and as `accumulate_gradients`.
+      ValueError: if the mesh has no such axis, scatter is given, and as `accumulate_gradients`.
 
     Complexity: as `sync_gradients`. On a mesh with other axes than `axis_name` each leaf has a
     bucket to itself.
@@ -65,6 +65,11 @@ def data_parallel(
       >>> print(loss, gradient)
       7.0 3.5
     """
+    if how.get("scatter") is not None:
+        raise ValueError(
+            "data_parallel: scatter must not be given, as the gradients are returned whole, got "
+            f"{how['scatter']!r}; for gradients in parts use accumulate_gradients in a shard_map"
+        )
     axes = names_of(axis_name)
     known = (jax.sharding.get_abstract_mesh() if mesh is None else mesh).axis_names
     missing = [axis for axis in axes if axis not in known]

@@ -216,7 +216,7 @@ def gather_params(
       >>> rows = Shard(shards.value.reshape(4, 1), shards.split)
       >>> def loss(shards, x):
       ...     return (gather_params(shards, "i") * x).sum()
-      >>> gradient = jax.vmap(jax.grad(loss), axis_name="i")(rows, jnp.arange(4.0))
+      >>> gradient = jax.jit(jax.vmap(jax.grad(loss), axis_name="i"))(rows, jnp.arange(4.0))
       >>> print(gradient.value.reshape(4))
       [1.5 1.5 1.5 1.5]
     """

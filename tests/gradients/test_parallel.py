@@ -127,6 +127,11 @@ def test_unknown_axis_is_named(axis):
         data_parallel(loss, mesh(4), axis)
 
 
+def test_gradients_in_parts_are_for_a_shard_map():
+    with pytest.raises(ValueError, match="scatter must not be given, .* got 'once'"):
+        data_parallel(loss, mesh(4), "x", scatter="once")
+
+
 def test_no_mesh_says_what_to_do():
     with pytest.raises(ValueError, match=r"pass mesh, or call it under jax\.set_mesh"):
         data_parallel(loss)

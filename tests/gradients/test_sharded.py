@@ -19,6 +19,7 @@ from jax_ring.gradients import (
     sync_gradients,
     unshard,
 )
+from jax_ring.gradients.sharded import own_shards
 
 N = 4
 
@@ -65,7 +66,8 @@ def test_each_rank_has_its_part_of_what_sync_gradients_gives(op, check_vma):
         assert jax.tree.all(jax.tree.map(same_bits, joined(parts), wanted))
 
 
-@pytest.mark.parametrize("limit", [pytest.param(1, marks=pytest.mark.slow), 10**9])
+@pytest.mark.slow
+@pytest.mark.parametrize("limit", [1, 10**9])
 def test_what_is_gathered_is_whole_and_its_gradient_a_shard(limit):
     params = {"w": jnp.arange(15.0).reshape(3, 5), "b": jnp.arange(8.0), "n": jnp.arange(3)}
     shards = shard_params(params, N)
@@ -93,6 +95,24 @@ def test_what_is_gathered_is_whole_and_its_gradient_a_shard(limit):
     grads = unshard(grads)
     assert same_bits(grads["w"], x.mean(0))
     assert same_bits(grads["b"], np.full(8, x[:, 0, 0].mean()))
+
+
+@pytest.mark.slow
+def test_ranks_over_two_axes_are_numbered_as_the_specs_lay_them_out():
+    m, axes = mesh(2, 4), ("y", "x")
+    params = {"w": jnp.arange(40.0).reshape(8, 5), "b": jnp.arange(11)}
+    shards = shard_params(params, 8)
+    specs = shard_specs(shards, axes)
+
+    def f(shards, params):
+        whole = gather_params(shards, axes)
+        return own_shards(params, axes), jax.tree.map(lambda leaf: leaf[None], whole)
+
+    mapped = jax.shard_map(f, mesh=m, in_specs=(specs, P()), out_specs=(specs, P(axes)))
+    own, whole = jax.jit(mapped)(shards, params)
+    assert jax.tree.all(jax.tree.map(same_bits, own, shards))
+    for name, leaf in params.items():
+        assert all(same_bits(row, leaf) for row in np.asarray(whole[name]))
 
 
 def stacked(layers, width, ranks):
