@@ -11,12 +11,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jax_ring import layout, primitives
+from jax_ring import primitives
 from jax_ring.arguments import Algorithm, AxisName, Op, Wire, names_of
 from jax_ring.collectives import all_gather, reduce_scatter
-from jax_ring.gradients.buckets import BUCKET_BYTES, Bucket, Order, plan_buckets, reverse_order
+from jax_ring.gradients.buckets import BUCKET_BYTES, Order, plan_buckets, reverse_order
 from jax_ring.gradients.shards import Shard, Split, is_shard
-from jax_ring.gradients.sync import check_local
+from jax_ring.gradients.sync import bucket_limit, check_local, refuse_shards, wire_of
 
 Array = jax.Array
 
@@ -59,8 +59,9 @@ def scatter_gradients(
       The tree of `Shard`s, whose values vary over `axis_name`.
 
     Raises:
-      ValueError: if a leaf is the same on all ranks by its type, as `sync_gradients`; if `like` is
-        not a tree of shards of these leaves; otherwise as `jax_ring.reduce_scatter`.
+      ValueError: if a leaf is the same on all ranks by its type or a `Shard`, as for
+        `sync_gradients`; if `like` is not a tree of shards of these leaves; otherwise as
+        `jax_ring.reduce_scatter`.
 
     Complexity: one reduce-scatter for each bucket: half of the bytes that `sync_gradients` sends.
 
@@ -72,6 +73,7 @@ def scatter_gradients(
       [[2. 3.]
        [4. 5.]]
     """
+    refuse_shards("scatter_gradients", grads)
     check_local("scatter_gradients", grads, axis_name)
     ranks = primitives.axis_size(names_of(axis_name))
     leaves, treedef = jax.tree.flatten(grads)
@@ -81,13 +83,13 @@ def scatter_gradients(
     ]
     # Symbolic zeros are in no bucket.
     parts: list[Any] = [np.zeros(shape, jax.dtypes.float0) for shape in shapes]
-    for bucket in plan_buckets(grads, _bucket_bytes(bucket_bytes), order=order).buckets:
+    for bucket in plan_buckets(grads, bucket_limit(bucket_bytes), order=order).buckets:
         reduce = functools.partial(
             reduce_scatter,
             axis_name=axis_name,
             op=op,
             algorithm=algorithm,
-            wire=_wire_of(bucket, wire),
+            wire=wire_of(bucket, wire),
             reduce_dtype=reduce_dtype,
         )
         if len(bucket.leaves) == 1:
@@ -129,10 +131,10 @@ def gather_shards(
     nodes, treedef = jax.tree.flatten(shards, is_leaf=is_shard)
     values = [jnp.asarray(node.value) for node in nodes]
     result: list[Any] = [None] * len(nodes)
-    limit = max(1, _bucket_bytes(bucket_bytes) // ranks)
+    limit = max(1, bucket_limit(bucket_bytes) // ranks)
     for bucket in plan_buckets(values, limit, order=_forward_order).buckets:
         gather = functools.partial(
-            all_gather, axis_name=axis_name, to=to, algorithm=algorithm, wire=_wire_of(bucket, wire)
+            all_gather, axis_name=axis_name, to=to, algorithm=algorithm, wire=wire_of(bucket, wire)
         )
         inside = [leaf.index for leaf in bucket.leaves]
         if len(inside) == 1:
@@ -280,16 +282,6 @@ def save_all_but_gathered(primitive: Any, *_: Any, **parameters: Any) -> bool:
 def _forward_order(paths: Sequence[str]) -> Sequence[int]:
     """The first leaf first: it is needed first."""
     return range(len(paths))
-
-
-def _bucket_bytes(limit: int) -> int:
-    """The limit; where axes are left to the compiler, joining leaves would gather them."""
-    return limit if layout.left_to_compiler() == 1 else 1
-
-
-def _wire_of(bucket: Bucket, wire: Wire) -> Wire:
-    """A wire is for floats only; integers beside them travel as they are."""
-    return wire if jnp.issubdtype(bucket.dtype, jnp.floating) else None
 
 
 def _cut(buffer: Array, sizes: Sequence[int]) -> list[Array]:

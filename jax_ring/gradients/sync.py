@@ -87,8 +87,7 @@ def sync_gradients(
     refuse_shards("sync_gradients", grads)
     leaves, tree = jax.tree.flatten(grads)
     check_local("sync_gradients", grads, axis_name)
-    joint = layout.left_to_compiler() == 1
-    planned = plan_buckets(grads, bucket_bytes if joint else 1, order=order)
+    planned = plan_buckets(grads, bucket_limit(bucket_bytes), order=order)
     if deterministic:
         algorithm = _deterministic(algorithm, wire, lax.axis_size(axis_name))
     reduce = functools.partial(
@@ -100,13 +99,21 @@ def sync_gradients(
     )
     result = list(leaves)
     for bucket in planned.buckets:
-        floating = jnp.issubdtype(bucket.dtype, jnp.floating)
-        # A wire is for floats only; integers beside them travel as they are.
-        reduced = reduce(_packed(bucket, leaves), wire=wire if floating else None)
+        reduced = reduce(_packed(bucket, leaves), wire=wire_of(bucket, wire))
         for index, value in _unpacked(bucket, reduced):
             result[index] = value
     synced: Tree = jax.tree.unflatten(tree, result)
     return synced
+
+
+def bucket_limit(limit: int) -> int:
+    """The limit; where axes are left to the compiler, joining leaves would gather them."""
+    return limit if layout.left_to_compiler() == 1 else 1
+
+
+def wire_of(bucket: Bucket, wire: Wire) -> Wire:
+    """A wire is for floats only; integers beside them travel as they are."""
+    return wire if jnp.issubdtype(bucket.dtype, jnp.floating) else None
 
 
 def _packed(bucket: Bucket, leaves: list[Any]) -> Array:

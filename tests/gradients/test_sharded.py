@@ -279,11 +279,9 @@ def test_errors():
     with pytest.raises(TypeError, match=r"leaf \['w'\] must be a Shard, .* got Dynamic"):
         run(lambda v: gather_params({"w": jnp.ones(3)}, "x"))
 
-    def sync(v):
-        return sync_gradients({"w": scatter_gradients(v, "x")}, "x")
-
-    with pytest.raises(ValueError, match=r"sync_gradients: leaf \['w'\] is a Shard, which is red"):
-        run(sync)
+    for again in (sync_gradients, scatter_gradients):
+        with pytest.raises(ValueError, match=r"leaf \['w'\] is a Shard, which is reduced over"):
+            run(lambda v, again=again: again({"w": scatter_gradients(v, "x")}, "x"))
     like = shard_params({"w": jnp.ones(8)}, N)
     with pytest.raises(ValueError, match="grads must be a tree like the shards of the parameters"):
         run(lambda v: scatter_gradients({"v": v}, "x", like=like))
