@@ -89,7 +89,7 @@ def start(optimizer, stage, ranks):
     return placed(mesh(ranks), carry, specs), specs
 
 
-def program(optimizer, stage, ranks, specs, **how):
+def program(optimizer, stage, ranks, specs, check_vma=True, **how):
     """(params, state), batches -> (params, state), losses; of jitted sharded training."""
 
     def step(carry, x):
@@ -107,12 +107,13 @@ def program(optimizer, stage, ranks, specs, **how):
         mesh=mesh(ranks),
         in_specs=(specs, P(None, "x")),
         out_specs=(specs, P()),
+        check_vma=check_vma,
     )
 
 
-def train(optimizer, stage, data, ranks=N):
+def train(optimizer, stage, data, ranks=N, **how):
     carry, specs = start(optimizer, stage, ranks)
-    return jax.jit(program(optimizer, stage, ranks, specs))(carry, data)
+    return jax.jit(program(optimizer, stage, ranks, specs, **how))(carry, data)
 
 
 @pytest.mark.parametrize(
@@ -137,6 +138,14 @@ def test_trajectories_are_those_of_plain_data_parallelism(name, stage, clip):
     wanted = plain_losses(name, clip)
     assert wanted[-1] < 0.85 * wanted[0]
     np.testing.assert_allclose(losses, wanted, rtol=2e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [2, 3])
+def test_they_are_without_checked_types_too(stage):
+    part = optax.chain(clip_by_global_norm(1.0, "x"), OPTIMIZERS["adam"])
+    (_, _), losses = train(sharded_optimizer(part, "x"), stage, DATA, check_vma=False)
+    np.testing.assert_allclose(losses, plain_losses("adam", True), rtol=2e-6)
 
 
 @pytest.mark.slow
