@@ -123,6 +123,11 @@ class Lab:
         found = _call("ip", "-n", self.names[host], "-s", "-json", "link", "show", NETDEV)
         return int(json.loads(found)[0]["stats64"]["tx"]["bytes"])
 
+    def coordinator(self) -> str:
+        """An address and port on host 0 that nobody uses."""
+        # A port that was in use just now may not be free yet.
+        return f"{self.addresses[0]}:{next(self._port)}"
+
     def start(
         self, host: int, command: Sequence[str], environment: Mapping[str, str] = {}, **options: Any
     ) -> subprocess.Popen[str]:
@@ -157,8 +162,7 @@ class Lab:
             left running.
         """
         size = str(len(self.names))
-        # A port that was in use just now may not be free yet.
-        shared = {"WORLD_SIZE": size, "COORDINATOR": f"{self.addresses[0]}:{next(self._port)}"}
+        shared = {"WORLD_SIZE": size, "COORDINATOR": self.coordinator()}
         with contextlib.ExitStack() as stack:
             started = []
             for host in range(len(self.names)):
