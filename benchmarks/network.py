@@ -61,7 +61,8 @@ OPEN_MPI = "mpirun.openmpi --allow-run-as-root --oversubscribe --bind-to none --
 --mca plm_rsh_agent {agent} --mca btl tcp,self --mca pml ob1 --mca btl_tcp_if_include {netdev} \
 --mca oob_tcp_if_include {netdev} --mca mpi_yield_when_idle 1"
 MPICH = "mpirun.mpich -launcher ssh -launcher-exec {agent} -hosts {hosts} -iface {netdev} -ppn 1 \
--genv MPIR_CVAR_NOLOCAL 1 -genv FI_PROVIDER tcp -genv FI_TCP_IFACE {netdev}"
+-genv MPIR_CVAR_NOLOCAL 1 -genv FI_PROVIDER tcp -genv FI_TCP_IFACE {netdev} \
+-genv UCX_TLS tcp,self -genv UCX_NET_DEVICES {netdev}"
 # JAX and the rest of XLA:CPU map the memory of each result anew unless malloc keeps it.
 MALLOC = {
     "MALLOC_MMAP_THRESHOLD_": str(1 << 30),
