@@ -23,7 +23,7 @@ PYTEST := $(BIN)/pytest --import-mode=importlib $(PYTEST_ARGS)
 BUILT_FROM := pyproject.toml CMakeLists.txt $(wildcard cc/*.* cmake/*)
 # What an environment was made with; a change makes it anew or installs again.
 WANTED := $(PYTHON) | $(JAX_REQUIREMENT) | JAX_RING_NATIVE=$(JAX_RING_NATIVE) JAX_RING_CUDA=$(JAX_RING_CUDA)
-FAST := not slow and not aot and not multiprocess and not gpu
+FAST := not slow and not aot and not multiprocess and not netlab and not gpu
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test test-fast test-slow test-aot sanitize lint format clean FORCE
@@ -40,7 +40,7 @@ test-fast: $(VENV)/.installed-test ## the fast tests and the doctests
 	$(PYTEST) -n $(WORKERS) --doctest-modules -m "$(FAST)" jax_ring tests
 
 test-slow: $(VENV)/.installed-test ## the tests that test-fast leaves out
-	$(PYTEST) -m "(slow or multiprocess) and not aot and not gpu" tests
+	$(PYTEST) -m "(slow or multiprocess or netlab) and not aot and not gpu" tests
 
 test-aot: $(VENV)/.installed-aot ## compile for 8 and 2 x 8 H200 and for 8 TPU v5e, and read the programs
 	$(PYTEST) -m aot tests/aot

@@ -1,0 +1,281 @@
+r"""All-reduces between hosts of a lab, against the bound, `jax.lax.psum`, PyTorch and MPI.
+
+    sudo python benchmarks/network.py --json network.json
+
+Hosts are network namespaces on links of a set rate, each with one process for each library that is
+installed: jax with gloo, torch.distributed with gloo, Open MPI and MPICH by mpi4py. All cases are
+called in turns within one run. A figure is the median over the rounds; the time of a call is that
+of the slowest host, from when all have met. The bound is 2(N-1)/N S/B: the time of the bytes that
+each host must send, without headers. `bytes` is what host 0 sent in a call, divided by those.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes.util
+import dataclasses
+import datetime
+import json
+import multiprocessing.connection
+import os
+import pathlib
+import platform
+import shlex
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Annotated, Any
+
+import rich
+import rich.progress
+import rich.table
+import typer
+from netlab import NETDEV, Lab
+
+SIZES = {"16 KiB": 16 << 10, "1 MiB": 1 << 20, "16 MiB": 16 << 20, "64 MiB": 64 << 20}
+PSUM = "lax.psum"
+# Ours, as the keywords of `jax_ring.psum`.
+CASES = (
+    PSUM,
+    "dict()",
+    "dict(algorithm='ring')",
+    "dict(algorithm='recursive_doubling')",
+    "dict(wire='bfloat16')",
+    "dict(wire='int8')",
+    "dict(algorithm='ring', wire='bfloat16')",
+    "dict(algorithm='ring', wire='int8')",
+)
+PEERS = pathlib.Path(__file__).with_name("network_peers.py")
+# In place of ssh: [-x] host command ...
+AGENT = """#!/bin/sh
+[ "$1" != -x ] || shift
+host=$1
+shift
+exec ip netns exec "$host" sh -c "$*"
+"""
+# Both would rather send through the memory of what is in truth one machine.
+OPEN_MPI = "mpirun.openmpi --allow-run-as-root --oversubscribe --bind-to none --host {hosts} \
+--mca plm_rsh_agent {agent} --mca btl tcp,self --mca pml ob1 --mca btl_tcp_if_include {netdev} \
+--mca oob_tcp_if_include {netdev} --mca mpi_yield_when_idle 1"
+MPICH = "mpirun.mpich -launcher ssh -launcher-exec {agent} -hosts {hosts} -iface {netdev} -ppn 1 \
+-genv MPIR_CVAR_NOLOCAL 1 -genv FI_PROVIDER tcp -genv FI_TCP_IFACE {netdev} \
+-genv UCX_TLS tcp,self -genv UCX_NET_DEVICES {netdev}"
+# JAX and the rest of XLA:CPU map the memory of each result anew unless malloc keeps it.
+MALLOC = {
+    "MALLOC_MMAP_THRESHOLD_": str(1 << 30),
+    "MALLOC_TRIM_THRESHOLD_": str(1 << 32),
+    "MALLOC_ARENA_MAX": "1",
+}
+
+
+@dataclasses.dataclass
+class Library:
+    """The processes of a library.
+
+    Attributes:
+      name: what it is called.
+      cases: what it is timed on.
+      peers: a connection to each host's process, by rank.
+      version: what it says that it is.
+    """
+
+    name: str
+    cases: tuple[str, ...]
+    peers: list[Any]
+    version: str
+
+    def ask(self, command: str, argument: Any) -> list[Any]:
+        """Has every host do something; returns what each answers."""
+        for peer in self.peers:
+            peer.send((command, argument))
+        return [peer.recv() for peer in self.peers]
+
+
+class Starter:
+    """Starts processes on the hosts of a lab, and ends them."""
+
+    def __init__(self, lab: Lab, folder: str, stack: contextlib.ExitStack) -> None:
+        """Prepares for it; what is started ends with the stack."""
+        self.lab, self.folder, self._stack = lab, pathlib.Path(folder), stack
+        self.log = stack.enter_context(open(self.folder / "log", "w+"))
+        agent = self.folder / "agent"
+        agent.write_text(AGENT)
+        agent.chmod(0o755)
+
+    def library(
+        self,
+        name: str,
+        module: str,
+        python: str,
+        cases: Sequence[str],
+        launcher: str = "",
+        environment: Mapping[str, str] = {},
+    ) -> Library | None:
+        """Starts the processes of a library, or says why it is left out.
+
+        Args:
+          name: what it is called.
+          module: in `network_peers.LIBRARIES`.
+          python: the interpreter that has it.
+          cases: what it is timed on.
+          launcher: what starts all its processes, from host 0; none starts one on each host.
+          environment: variables for them.
+        """
+        address = str(self.folder / f"{name.replace(' ', '-')}.socket")
+        command = [python, str(PEERS), module, address]
+        if launcher:
+            names = {"hosts": ",".join(self.lab.names), "agent": str(self.folder / "agent")}
+            command = shlex.split(launcher.format(netdev=NETDEV, **names)) + command
+        hosts = range(1 if launcher else len(self.lab.names))
+        shared = {"WORLD_SIZE": str(len(self.lab.names)), "COORDINATOR": self.lab.coordinator()}
+        with multiprocessing.connection.Listener(address, "AF_UNIX") as listener:
+            listener._listener._socket.settimeout(60)  # type: ignore[attr-defined]
+            for host in hosts:
+                variables = {**environment, **shared, "RANK": str(host)}
+                process = self.lab.start(
+                    host, command, variables, stdout=self.log, stderr=self.log
+                )
+                self._stack.callback(_end, process)
+            try:
+                peers = [listener.accept() for _ in self.lab.names]
+                for peer in peers:
+                    self._stack.callback(peer.close)
+                said = [peer.recv() for peer in peers]
+            except (OSError, EOFError):
+                self.log.seek(0)
+                print(f"{name} is left out: {self.log.read()[-500:].strip()}", file=sys.stderr)
+                return None
+        ranked = sorted(zip(said, peers, strict=True), key=lambda pair: pair[0])
+        return Library(name, tuple(cases), [peer for _, peer in ranked], said[0][1])
+
+
+def _end(process: subprocess.Popen[str]) -> None:
+    process.terminate()
+    try:
+        process.wait(10)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+
+
+def _has(python: str | None, module: str) -> bool:
+    return python is not None and not subprocess.run(
+        [python, "-c", f"import {module}"], capture_output=True
+    ).returncode
+
+
+def libraries(start: Starter, cases: Sequence[str], torch: str) -> Iterator[Library]:
+    """Starts what is installed."""
+    cpu = {"JAX_PLATFORMS": "cpu"}
+    found = [start.library("jax", "jax", sys.executable, cases, environment={**cpu, **MALLOC})]
+    if _has(shutil.which(torch), "torch"):
+        variables = {"GLOO_SOCKET_IFNAME": NETDEV, "OMP_NUM_THREADS": "1"}
+        found.append(
+            start.library("torch gloo", "torch", torch, ["torch gloo"], environment=variables)
+        )
+    if shutil.which("mpirun.openmpi") and _has(sys.executable, "mpi4py"):
+        variables = {"MPI4PY_MPIABI": "openmpi"}
+        found.append(
+            start.library("Open MPI", "mpi", sys.executable, ["Open MPI"], OPEN_MPI, variables)
+        )
+    library = ctypes.util.find_library("mpich")
+    if shutil.which("mpirun.mpich") and library and _has(sys.executable, "mpi4py"):
+        # Debian calls it by another name than its ABI does.
+        (start.folder / "libmpi.so.12").symlink_to(_path_of(library))
+        variables = {"MPI4PY_MPIABI": "mpich", "LD_LIBRARY_PATH": str(start.folder)}
+        found.append(start.library("MPICH", "mpi", sys.executable, ["MPICH"], MPICH, variables))
+    yield from filter(None, found)
+
+
+def _path_of(library: str) -> str:
+    listed = subprocess.run(["ldconfig", "-p"], capture_output=True, text=True).stdout
+    return next(line.split()[-1] for line in listed.splitlines() if library in line)
+
+
+def measure(lab: Lab, found: Sequence[Library], nbytes: int, rounds: int) -> dict[str, Any]:
+    """Times all cases of all libraries in turns."""
+    for library in found:
+        library.ask("prepare", (library.cases, nbytes))
+    cases = [(library, case) for library in found for case in library.cases]
+    seconds: dict[str, list[float]] = {case: [] for _, case in cases}
+    sent: dict[str, list[int]] = {case: [] for _, case in cases}
+    for turn in range(rounds + 1):
+        for library, case in cases:
+            before = lab.sent_bytes(0)
+            took = max(library.ask("time", case))
+            if turn:  # The first is to warm up.
+                seconds[case].append(took)
+                sent[case].append(lab.sent_bytes(0) - before)
+    return {
+        case: {"seconds": seconds[case], "bytes": statistics.median(sent[case])}
+        for _, case in cases
+    }
+
+
+def main(
+    cases: Annotated[
+        list[str] | None, typer.Argument(help="instead of the usual, as dict(algorithm='ring')")
+    ] = None,
+    hosts: Annotated[int, typer.Option(min=2, max=16, help="how many")] = 4,
+    rate: Annotated[float, typer.Option(help="of each link, in Gbit/s")] = 1.0,
+    sizes: Annotated[list[str] | None, typer.Option("--size", help="of " + ", ".join(SIZES))] = None,
+    rounds: Annotated[int, typer.Option(help="how often each is timed; five times if small")] = 9,
+    torch: Annotated[str, typer.Option(help="a Python that has torch")] = "/usr/bin/python3",
+    alone: Annotated[bool, typer.Option("--alone", help="no other libraries")] = False,
+    output: Annotated[pathlib.Path | None, typer.Option("--json", help="a file to write")] = None,
+) -> None:
+    """Times all-reduces between hosts of a lab."""
+    chosen = [PSUM, *cases] if cases else CASES
+    figures = {}
+    with contextlib.ExitStack() as stack:
+        lab = stack.enter_context(Lab(hosts, f"{round(rate * 1000)}mbit"))
+        start = Starter(lab, stack.enter_context(tempfile.TemporaryDirectory()), stack)
+        if alone:
+            found = [start.library("jax", "jax", sys.executable, chosen, environment=MALLOC)]
+        else:
+            found = list(libraries(start, chosen, torch))
+        for name in sizes or SIZES:
+            nbytes = SIZES[name]
+            turns = rounds if nbytes > 1 << 20 else 5 * rounds
+            figures[name] = measure(lab, found, nbytes, turns)
+            show(name, figures[name], 2 * (hosts - 1) / hosts * nbytes, rate)
+    load = os.getloadavg()[0]
+    about = {
+        "date": datetime.date.today().isoformat(),
+        "versions": [library.version for library in found],
+        "machine": f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores",
+        "load": load,
+        "hosts": hosts,
+        "rate": rate,
+    }
+    rich.print(about)
+    if output:
+        output.write_text(json.dumps({**about, "figures": figures}, indent=1) + "\n")
+
+
+def show(name: str, figures: dict[str, Any], volume: float, rate: float) -> None:
+    """Prints the times of a size."""
+    bound = volume * 8 / (rate * 1e9)
+    title = f"{name}: bound {bound * 1e3:.3g} ms"
+    table = rich.table.Table("case", "ms", "spread", "/ bound", f"/ {PSUM}", "bytes", title=title)
+    psum = figures[PSUM]["seconds"]
+    for case, figure in figures.items():
+        seconds = figure["seconds"]
+        middle = statistics.median(seconds)
+        ratio = statistics.median(a / b for a, b in zip(seconds, psum, strict=True))
+        table.add_row(
+            case,
+            f"{middle * 1e3:.4g}",
+            f"{min(seconds) * 1e3:.4g} to {max(seconds) * 1e3:.4g}",
+            f"{middle / bound:.2f}",
+            f"{ratio:.2f}",
+            f"{figure['bytes'] / volume:.3f}",
+        )
+    rich.print(table)
+
+
+if __name__ == "__main__":
+    typer.run(main)
