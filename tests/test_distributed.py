@@ -274,7 +274,8 @@ def test_under_mpirun(flavour):
     command = shutil.which(f"mpirun.{flavour}")
     if command is None:
         pytest.skip(f"{flavour} is not installed")
-    code = JOIN + "print(jax.process_index(), jax.device_count())"
+    # Written at once: MPICH mixes the lines of processes.
+    code = JOIN + "import os\nos.write(1, b'%d %d\\n' % (jax.process_index(), jax.device_count()))"
     root = ["--allow-run-as-root", "--oversubscribe"] if flavour == "openmpi" else []
     result = subprocess.run(
         [command, *root, "-n", "2", sys.executable, "-W", "ignore", "-c", code],
