@@ -37,12 +37,14 @@ class Watchdog:
         if not timeout > 0:
             raise ValueError(f"jax_ring.watchdog: timeout must be more than 0 s, got {timeout}")
         self.timeout = timeout
+        self._interval = min(1.0, timeout / 5)
         self._step, self._advanced = 0, time.monotonic()
         self._beats = 0
         # Of each process its last heartbeat, and when that was first seen here.
         self._seen: dict[int, tuple[dict[str, Any], float]] = {}
         self._exchanged = time.monotonic()
         self._told: int | None = None
+        self._failed = ""
         self._stop = threading.Event()
         self._speaker: subprocess.Popen[bytes] | None = None
         self._writer = threading.Thread(target=self._exchange, daemon=True)
@@ -85,13 +87,15 @@ class Watchdog:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        """Stops watching; after an error of the program, only once the others are known to live.
+        """Stops watching; after an error the others are told, and end too.
 
-        A collective fails when a peer ends. So that the message says which, heartbeats are awaited
-        for at most the timeout.
+        A collective fails when a peer ends. So that the message says which, an error of the runtime
+        is kept back until the others are known to live.
         """
-        if self._seen and kind is not None and issubclass(kind, Exception):
+        if self._seen and isinstance(error, jax.errors.JaxRuntimeError):
             self._stop.wait(1.5 * self.timeout)
+        if error is not None:
+            self._failed = f"{type(error).__name__}: {error}"[:500]
         self._stop.set()
         if not self._seen:
             return
@@ -107,9 +111,10 @@ class Watchdog:
         own = {"where": f"{socket.gethostname()}, pid {os.getpid()}"}
         left = False
         while not left:
-            left = self._stop.wait(min(1.0, self.timeout / 5))
+            left = self._stop.wait(self._interval)
             self._beats += 1
-            beat = json.dumps({**own, "beat": self._beats, "step": self._step, "left": left})
+            now = {"beat": self._beats, "step": self._step, "left": left, "failed": self._failed}
+            beat = json.dumps(own | now)
             # While the store fails, nothing is exchanged: the other thread will say so.
             with contextlib.suppress(jax.errors.JaxRuntimeError):
                 key = f"{_KEY}/{jax.process_index()}"
@@ -124,7 +129,7 @@ class Watchdog:
             self._seen[process] = (beat, time.monotonic())
 
     def _watch(self) -> None:
-        while not self._stop.wait(min(1.0, self.timeout / 5)):
+        while not self._stop.wait(self._interval):
             now = time.monotonic()
             if now - self._exchanged > self.timeout:
                 self._end(0, now - self._exchanged)
@@ -137,6 +142,9 @@ class Watchdog:
             if silent:
                 at, process = min(silent)
                 self._end(process, now - at)
+            for process, (beat, _) in self._seen.items():
+                if beat.get("failed") and process != jax.process_index():
+                    self._end_with(process, f"failed ({beat['failed']})")
             if now - self._advanced > self.timeout and self._step != self._told:
                 self._tell_who_is_late()
 
@@ -156,14 +164,20 @@ class Watchdog:
         )
 
     def _end(self, process: int, seconds: float) -> None:
+        self._end_with(process, f"gave no sign of life for {seconds:.1f} s")
+
+    def _end_with(self, process: int, why: str) -> None:
         beat = self._seen[process][0]
         _say(
-            f"process {process} ({beat.get('where', 'never seen')}) gave no sign of life for "
-            f"{seconds:.1f} s, its last in step {beat['step']}; process {jax.process_index()} "
-            f"waits for it in step {self._step} and ends"
+            f"process {process} ({beat.get('where', 'never seen')}) {why}, last in step "
+            f"{beat['step']}; process {jax.process_index()} waits for it in step {self._step} "
+            "and ends"
         )
         if self._speaker is not None:
             self._speaker.kill()
+        if jax.process_index() == 0:
+            # The store ends with this process, and JAX aborts the others: let them end first.
+            time.sleep(1.0 + 3 * self._interval)
         os._exit(EXIT_STATUS)
 
 
@@ -175,7 +189,8 @@ def watchdog(timeout: float = 60.0) -> Watchdog:
     """Watches, in a with statement, that all processes of the job live, and ends this one if not.
 
     After `timeout` seconds without a sign of life of another process, this one says which it is and
-    in which steps both are, and exits with status `EXIT_STATUS`. Where all live and a step takes
+    in which steps both are, and exits with status `EXIT_STATUS`; likewise where another one left the
+    with statement by an error. Where all live and a step takes
     longer than that, it says once who is the furthest behind, and goes on.
 
     Args:
