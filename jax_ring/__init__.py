@@ -11,6 +11,7 @@ built as explicit algorithms from `jax.lax.ppermute` inside `jax.shard_map`:
 - `jax_ring.explain`: every collective of a function, where, by which algorithm and why;
 - `jax_ring.choose`: what `algorithm="auto"` means, its prices, and tuning files;
 - `jax_ring.hosts`: schedules that fit which ranks share a host;
+- `jax_ring.distributed`: processes: start, checks, and errors instead of hangs;
 - `jax_ring.config`: settings, from `JAX_RING_*` or for a block of code;
 - `jax_ring.native`: what came of loading the compiled part.
 
@@ -26,7 +27,7 @@ Example:
   120.0
 """
 
-from jax_ring import choose, error_feedback, gradients, hosts, native, schedules, wire
+from jax_ring import choose, distributed, error_feedback, gradients, hosts, native, schedules, wire
 from jax_ring.collectives import (
     all_gather,
     all_reduce,
@@ -46,6 +47,7 @@ __all__ = [
     "all_reduce",
     "choose",
     "config",
+    "distributed",
     "error_feedback",
     "explain",
     "gradients",

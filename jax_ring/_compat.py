@@ -8,6 +8,7 @@ Checked on jax 0.10.2 and 0.12.0.1. What each is for:
 - `parallel._check_axis_names`: lax's own check that axes are bound and collectives allowed.
 - `dispatch.apply_primitive`: evaluates a primitive eagerly, as lax's own are.
 - `ManualAxisType.update` and `ShapedArray.update`: result types made from operand types.
+- `distributed.global_state.client`: the key-value store of the coordination service.
 - `module_context.axis_context` of a lowering, and `SPMDAxisContext`: which mesh axes are manual.
 """
 
@@ -30,6 +31,7 @@ try:
     from jax._src import config as _config
     from jax._src import core as _core
     from jax._src import dispatch as _dispatch
+    from jax._src import distributed as _distributed
     from jax._src import sharding_impls as _sharding_impls
     from jax._src.lax import parallel as _parallel
 
@@ -39,6 +41,7 @@ try:
     _CHECK_AXIS_NAMES: Any = _parallel._check_axis_names
     _APPLY_PRIMITIVE = _dispatch.apply_primitive
     _BATCHERS = batching.fancy_primitive_batchers
+    _DISTRIBUTED: Any = _distributed.global_state
     _SPMD_CONTEXT: Any = _sharding_impls.SPMDAxisContext
 except (ImportError, AttributeError) as missing:
     raise ImportError(
@@ -264,3 +267,14 @@ def platform() -> str:
     device = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)
     found = getattr(device, "platform", None)
     return found if isinstance(found, str) else str(jax.default_backend())
+
+
+def coordination_client() -> Any:
+    """The client of `jax.distributed`'s coordination service; None before it is initialized."""
+    return _DISTRIBUTED.client
+
+
+def coordinator_address() -> str | None:
+    """Host and port of that service, where it is initialized."""
+    address = _DISTRIBUTED.coordinator_address
+    return None if address is None else str(address)

@@ -9,6 +9,7 @@ from typing import Any
 import typer
 
 from jax_ring.cli.plan import plan
+from jax_ring.cli.run import run
 from jax_ring.cli.show import show
 
 app = typer.Typer(
@@ -18,6 +19,7 @@ app = typer.Typer(
     help="Collectives as your own program: plan them, look at them.",
 )
 app.command()(plan)
+app.command()(run)
 app.command()(show)
 
 # The base of all errors of usage. It belongs to click, which newer versions of typer contain.

@@ -1,0 +1,313 @@
+"""Starts a program several times on this machine, as the processes of one `jax.distributed` job.
+
+This is what `jax-ring run` does. It starts no JAX backend of its own. Each process learns from its
+environment who it is, in variables that `jax_ring.distributed.initialize` reads, and in those that
+torchrun sets, for programs which read these:
+
+| variable                           | what                                                     |
+|------------------------------------|----------------------------------------------------------|
+| JAX_RING_COORDINATOR               | host:port where process 0 has its coordination service   |
+| JAX_RING_PROCESSES                 | how many processes there are                             |
+| JAX_RING_PROCESS                   | which of them this is, from 0                            |
+| RANK, WORLD_SIZE                   | the same two                                             |
+| LOCAL_RANK, LOCAL_WORLD_SIZE       | the same, since all are on this host                     |
+| MASTER_ADDR, MASTER_PORT           | the same address                                         |
+
+On CPU those of `MALLOC_TUNING` are set, unless the user has set them or asked for none: glibc is
+told to keep freed memory. XLA:CPU allocates every result anew, and without them each large one is
+mapped, and all of its pages are faulted in, in every step.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import os
+import pathlib
+import signal
+import socket
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from typing import BinaryIO
+
+from jax_ring import launch_child
+
+DEVICE_COUNT = "--xla_force_host_platform_device_count"
+# Freed memory stays with the process: nothing is mapped apart, nothing is given back. One arena,
+# or each of XLA's threads would keep memory of its own.
+MALLOC_TUNING = {
+    "MALLOC_MMAP_THRESHOLD_": str(2**32),
+    "MALLOC_TRIM_THRESHOLD_": str(2**62),
+    "MALLOC_TOP_PAD_": str(64 * 2**20),
+    "MALLOC_ARENA_MAX": "1",
+}
+LOOPBACK = "127.0.0.1"
+_STOP = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+_PASS_ON = (signal.SIGUSR1, signal.SIGUSR2)
+_LONGEST_LINE = 2**20  # A longer one is passed on in parts.
+_DRAIN_S = 1.0  # How long output may still come from what an ended process left behind.
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """What is started.
+
+    Attributes:
+      command: the program and its arguments.
+      processes: how often, at least 1.
+      devices_per_process: how many CPU devices each has, or None for what the environment says.
+      malloc_tuning: whether allocators are told to keep freed memory, where JAX runs on CPU.
+      grace_s: how long processes may take to end, in seconds, before they are killed.
+    """
+
+    command: tuple[str, ...]
+    processes: int
+    devices_per_process: int | None = None
+    malloc_tuning: bool = True
+    grace_s: float = 10.0
+
+    def __post_init__(self) -> None:
+        """Rejects what cannot be started."""
+        if not self.command:
+            raise ValueError("a command is needed, such as: -- python train.py")
+        if self.processes < 1:
+            raise ValueError(f"at least 1 process is needed, got {self.processes}")
+        if self.devices_per_process is not None and self.devices_per_process < 1:
+            raise ValueError(
+                f"devices per process must be at least 1, got {self.devices_per_process}"
+            )
+        if self.grace_s < 0:
+            raise ValueError(f"the grace time must be at least 0 seconds, got {self.grace_s}")
+
+    def tuning(self, environment: Mapping[str, str]) -> dict[str, str]:
+        """The allocator's variables that are set: where JAX runs on CPU, and the user has none."""
+        if not self.malloc_tuning or not on_cpu(environment):
+            return {}
+        return {k: v for k, v in MALLOC_TUNING.items() if k not in environment}
+
+    def environment(self, base: Mapping[str, str], process: int, port: int) -> dict[str, str]:
+        """The environment of one process.
+
+        Args:
+          base: what the launcher's own environment is.
+          process: which process, from 0.
+          port: of the coordination service.
+
+        Returns:
+          All variables.
+
+        Example:
+          >>> job = Job(("python", "train.py"), 2, devices_per_process=4)
+          >>> found = job.environment({"XLA_FLAGS": "--xla_dump_to=/tmp"}, 1, 12345)
+          >>> found["JAX_RING_COORDINATOR"], found["JAX_RING_PROCESS"], found["WORLD_SIZE"]
+          ('127.0.0.1:12345', '1', '2')
+          >>> found["XLA_FLAGS"]
+          '--xla_dump_to=/tmp --xla_force_host_platform_device_count=4'
+        """
+        count, rank = str(self.processes), str(process)
+        result = {
+            **base,
+            **self.tuning(base),
+            "JAX_RING_COORDINATOR": f"{LOOPBACK}:{port}",
+            "JAX_RING_PROCESSES": count,
+            "JAX_RING_PROCESS": rank,
+            "RANK": rank,
+            "WORLD_SIZE": count,
+            "LOCAL_RANK": rank,
+            "LOCAL_WORLD_SIZE": count,
+            "MASTER_ADDR": LOOPBACK,
+            "MASTER_PORT": str(port),
+        }
+        if self.devices_per_process is not None:
+            # The last of two like flags counts.
+            flag = f"{DEVICE_COUNT}={self.devices_per_process}"
+            result["XLA_FLAGS"] = f"{base.get('XLA_FLAGS', '')} {flag}".strip()
+        return result
+
+
+def on_cpu(environment: Mapping[str, str]) -> bool:
+    """Whether JAX will run on CPU: it is told to, or no accelerator is seen here.
+
+    Example:
+      >>> on_cpu({"JAX_PLATFORMS": "cpu"}), on_cpu({"JAX_PLATFORMS": "cuda,cpu"})
+      (True, False)
+    """
+    platforms = environment.get("JAX_PLATFORMS", "")
+    if platforms:
+        return platforms.split(",")[0].strip().lower() == "cpu"
+    return not any(pathlib.Path(d).exists() for d in ("/dev/nvidiactl", "/dev/kfd", "/dev/accel0"))
+
+
+def free_port() -> int:
+    """A TCP port that nobody listens on, on loopback."""
+    with socket.socket() as probe:
+        probe.bind((LOOPBACK, 0))
+        return int(probe.getsockname()[1])
+
+
+def exit_status(returncode: int) -> int:
+    """The status as a shell says it: 128 + the signal that ended the process.
+
+    Example:
+      >>> exit_status(3), exit_status(-9)
+      (3, 137)
+    """
+    return returncode if returncode >= 0 else 128 - returncode
+
+
+def launch(
+    job: Job,
+    *,
+    environment: Mapping[str, str] = os.environ,
+    prefix: Callable[[int], str] = "[{}] ".format,
+    say: Callable[[str], None] = lambda text: None,
+) -> int:
+    """Starts the processes, passes their output on, and waits until all have ended.
+
+    Lines are passed on as they are completed, never mixed: standard output to standard output,
+    and errors to standard error. If one process fails the others are stopped, by SIGTERM, and by
+    SIGKILL after the grace time. SIGINT, SIGTERM, SIGHUP and SIGQUIT are forwarded and start the
+    grace time; a second one kills at once. SIGUSR1 and SIGUSR2 are forwarded. Processes read
+    nothing from standard input. On Linux they die with the launcher, should it be killed.
+
+    Args:
+      job: what to start.
+      environment: that of the launcher.
+      prefix: what a line of a process begins with.
+      say: is told in one line what the launcher does.
+
+    Returns:
+      The status of the first process that failed, 128 + the signal if one ended it, else 0.
+
+    Example:
+      >>> import sys
+      >>> launch(Job((sys.executable, "-c", "import os; exit(int(os.environ['RANK']) * 7)"), 2))
+      7
+    """
+    return asyncio.run(_Launcher(job, environment, prefix, say).run())
+
+
+class _Launcher:
+    def __init__(
+        self,
+        job: Job,
+        environment: Mapping[str, str],
+        prefix: Callable[[int], str],
+        say: Callable[[str], None],
+    ) -> None:
+        self.job, self.environment, self.prefix, self.say = job, environment, prefix, say
+        self.running: dict[int, asyncio.subprocess.Process] = {}
+        self.failed: int | None = None
+        self.stopping: asyncio.Task[None] | None = None
+
+    async def run(self) -> int:
+        loop = asyncio.get_running_loop()
+        for number in _STOP:
+            loop.add_signal_handler(number, self._stop, number)
+        for number in _PASS_ON:
+            loop.add_signal_handler(number, self._send, number)
+        port = free_port()
+        self._say_tuning()
+        try:
+            waits = []
+            for process in range(self.job.processes):
+                waits.append(
+                    loop.create_task(self._process(process, await self._start(process, port)))
+                )
+            await asyncio.gather(*waits)
+        finally:
+            self._send(signal.SIGKILL)
+            if self.stopping is not None:
+                self.stopping.cancel()
+        return self.failed or 0
+
+    def _say_tuning(self) -> None:
+        tuning = self.job.tuning(self.environment)
+        if tuning:
+            variables = " ".join(f"{name}={value}" for name, value in tuning.items())
+            self.say(f"keeps freed memory: {variables} (--no-malloc-tuning leaves them off)")
+
+    async def _start(self, process: int, port: int) -> asyncio.subprocess.Process:
+        started = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-I", "-S", launch_child.__file__, str(os.getpid())),
+            *self.job.command,
+            env=self.job.environment(self.environment, process, port),
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.PIPE,
+            # A group of its own: a signal reaches what it has started too, and Ctrl-C comes once.
+            process_group=0,
+        )
+        self.running[process] = started
+        return started
+
+    async def _process(self, process: int, started: asyncio.subprocess.Process) -> None:
+        """Passes the output of a process on and waits for its end."""
+        assert started.stdout is not None
+        assert started.stderr is not None
+        prefix = self.prefix(process).encode()
+        output = asyncio.gather(
+            self._pass_on(started.stdout, sys.stdout.buffer, prefix),
+            self._pass_on(started.stderr, sys.stderr.buffer, prefix),
+        )
+        status = exit_status(await started.wait())
+        if status:
+            self._fail(process, status)
+        with contextlib.suppress(TimeoutError):  # Then somebody else holds the pipe open.
+            await asyncio.wait_for(output, _DRAIN_S if status or self.stopping else None)
+        del self.running[process]
+
+    def _fail(self, process: int, status: int) -> None:
+        if self.failed is not None:
+            return
+        self.failed = status
+        others = sorted(set(self.running) - {process})
+        how = (
+            f"killed by {signal.Signals(status - 128).name}" if status > 128 else f"status {status}"
+        )
+        if self.stopping is None:
+            self.say(
+                f"process {process} failed ({how})" + ("; stopping the others" if others else "")
+            )
+            self._stop(signal.SIGTERM)
+
+    def _stop(self, number: int) -> None:
+        """Forwards a signal that ends, and kills after the grace time; the second one kills."""
+        if self.stopping is not None:
+            self._send(signal.SIGKILL)
+            return
+        self._send(number)
+        self.stopping = asyncio.get_running_loop().create_task(self._kill_later())
+
+    async def _kill_later(self) -> None:
+        await asyncio.sleep(self.job.grace_s)
+        if self.running:
+            self.say(f"still running after {self.job.grace_s:g} s, killed: {sorted(self.running)}")
+            self._send(signal.SIGKILL)
+
+    def _send(self, number: int) -> None:
+        for started in self.running.values():
+            # If there is none, it has ended with all that it had started.
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(started.pid, number)
+
+    async def _pass_on(self, source: asyncio.StreamReader, to: BinaryIO, prefix: bytes) -> None:
+        rest = b""
+        while data := await source.read(2**16):
+            *lines, rest = (rest + data).split(b"\n")
+            if len(rest) > _LONGEST_LINE:
+                lines, rest = [*lines, rest], b""
+            self._write(to, prefix, lines)
+        if rest:
+            self._write(to, prefix, [rest])
+
+    def _write(self, to: BinaryIO, prefix: bytes, lines: Sequence[bytes]) -> None:
+        try:
+            to.write(b"".join(prefix + line + b"\n" for line in lines))
+            to.flush()
+        except BrokenPipeError:
+            # Nobody reads any more, as after `| head`.
+            if self.failed is None:
+                self.failed = 128 + signal.SIGPIPE
+                self._stop(signal.SIGTERM)

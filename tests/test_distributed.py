@@ -1,0 +1,301 @@
+"""How processes find each other, that they are told what is wrong, and that none is waited for."""
+
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+
+import jax
+import jax.numpy as jnp
+import pytest
+from harness import mesh
+from jax.sharding import PartitionSpec as P
+
+import jax_ring
+from jax_ring import rollcall
+from jax_ring.distributed import check_consistency, find
+from jax_ring.watchdog import EXIT_STATUS, Watchdog
+
+WHERE = {"JAX_RING_COORDINATOR": "node1:1234"}
+
+
+@pytest.mark.parametrize(
+    ("environment", "found"),
+    [
+        ({"OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_RANK": "3", **WHERE}, "node1:1234"),
+        ({"PMI_SIZE": "4", "PMI_RANK": "3", **WHERE}, "node1:1234"),
+        (
+            {"WORLD_SIZE": "4", "RANK": "3", "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500"},
+            "10.0.0.1:29500",
+        ),
+        (
+            {
+                "SLURM_NTASKS": "4",
+                "SLURM_PROCID": "3",
+                "SLURM_JOB_ID": "4097",
+                "SLURM_STEP_NODELIST": "node[017-019,40],other",
+            },
+            "node017:61441",
+        ),
+        ({"JAX_RING_PROCESSES": "4", "JAX_RING_PROCESS": "3", **WHERE}, "node1:1234"),
+        # mpirun in a Slurm job: Slurm counts nodes.
+        (
+            {"SLURM_NTASKS": "2", "SLURM_PROCID": "0", "PMI_SIZE": "4", "PMI_RANK": "3", **WHERE},
+            "node1:1234",
+        ),
+    ],
+)
+def test_what_launchers_say(environment, found):
+    place = find(environment)
+    assert (place.coordinator, place.processes, place.process) == (found, 4, 3)
+
+
+def test_arguments_come_first():
+    place = find({"PMI_SIZE": "4", "PMI_RANK": "3"}, coordinator="a:1", processes=2, process=1)
+    assert (place.coordinator, place.processes, place.process) == ("a:1", 2, 1)
+
+
+@pytest.mark.parametrize(
+    ("environment", "message"),
+    [
+        ({}, "nothing says processes and process"),
+        ({"PMI_RANK": "1"}, r"PMI_RANK is set, but PMI_SIZE \(PMI\) is missing"),
+        ({"PMI_SIZE": "x", "PMI_RANK": "1"}, "PMI_SIZE must be an integer .*'x'"),
+        ({"PMI_SIZE": "2", "PMI_RANK": "2", **WHERE}, "process must be .* got process 2 of 2"),
+        (
+            {"PMI_SIZE": "2", "PMI_RANK": "0", "WORLD_SIZE": "4", "RANK": "0"},
+            "PMI says process 0 of 2, but torchrun says process 0 of 4",
+        ),
+        ({"PMI_SIZE": "2", "PMI_RANK": "0"}, "set JAX_RING_COORDINATOR=host:port"),
+        (
+            {"PMI_SIZE": "2", "PMI_RANK": "0", "JAX_RING_COORDINATOR": "node1"},
+            "coordinator must be host:port, got 'node1'",
+        ),
+    ],
+)
+def test_what_is_missing_or_contradictory_is_said(environment, message):
+    with pytest.raises(ValueError, match=message):
+        find(environment)
+
+
+def free_port():
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return s.getsockname()[1]
+
+
+def test_a_stranger_at_the_roll_call_is_passed_over():
+    address, got = ("127.0.0.1", free_port()), []
+
+    def process_0():
+        calls = rollcall.take(address, 2, 20.0)
+        got.extend(said for _, said in calls)
+        rollcall.answer(calls, "what is wrong")
+
+    thread = threading.Thread(target=process_0)
+    thread.start()
+    while True:
+        try:
+            with socket.create_connection(address, 5.0) as stranger:
+                stranger.sendall(b"PRI * HTTP/2.0\r\n\n")
+            break
+        except ConnectionRefusedError:
+            time.sleep(0.01)
+    assert rollcall.call(address, {"process": 1}, 20.0) == "what is wrong"
+    thread.join(20)
+    assert got == [{"process": 1}]
+
+
+def test_nobody_answers():
+    with pytest.raises(TimeoutError, match="refused"):
+        rollcall.call(("127.0.0.1", free_port()), {"process": 1}, 0.2)
+
+
+def test_one_process_is_consistent():
+    f = jax.shard_map(lambda x: jax_ring.psum(x, "x"), mesh=mesh(2), in_specs=P("x"), out_specs=P())
+    check_consistency(f, jnp.ones(2))
+
+
+def test_a_watchdog_wants_time():
+    with pytest.raises(ValueError, match="timeout must be more than 0 s, got 0"):
+        Watchdog(0)
+
+
+# --- several processes ----------------------------------------------------------------------------
+
+
+def start(code, processes, devices=1, ids=None, coordinator=None, count=None, **more):
+    """Starts the code in several processes."""
+    coordinator = coordinator or f"127.0.0.1:{free_port()}"
+    started = []
+    for i in range(processes) if ids is None else ids:
+        environment = {
+            **{k: v for k, v in os.environ.items() if k != "XLA_FLAGS"},
+            "JAX_PLATFORMS": "cpu",
+            "XLA_FLAGS": "--xla_force_host_platform_device_count="
+            + str(devices[i] if isinstance(devices, list) else devices),
+            "JAX_RING_COORDINATOR": coordinator,
+            "JAX_RING_PROCESSES": str(count[i] if count else processes),
+            "JAX_RING_PROCESS": str(i),
+            **more,
+        }
+        started.append(
+            subprocess.Popen(
+                [sys.executable, "-W", "ignore", "-c", textwrap.dedent(code)],
+                env=environment,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+        )
+    return started
+
+
+def finish(started, timeout=120):
+    try:
+        outputs = [p.communicate(timeout=timeout) for p in started]
+    finally:
+        for p in started:
+            p.kill()
+    return [(p.returncode, *output) for p, output in zip(started, outputs, strict=True)]
+
+
+JOIN = """
+import jax, jax_ring
+jax_ring.distributed.initialize(timeout=6)
+"""
+
+
+@pytest.mark.multiprocess
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("how", "message"),
+    [
+        ({"ids": [0, 1, 1]}, r"two processes have id 1: .*, pid \d+ and .*, pid \d+"),
+        ({"ids": [0, 1]}, r"of 3 processes \[2\] did not come within 6 s"),
+        ({"ids": [1]}, "process 1 did not reach process 0 at 127.0.0.1:"),
+        ({"count": [3, 3, 4]}, "different numbers of processes: process 0 .* 3, .*process 2 .* 4"),
+        ({"devices": [1, 2, 1]}, "process 0 has 1, process 1 has 2, process 2 has 1"),
+    ],
+)
+def test_a_job_that_is_wrong_is_told_to_all(how, message):
+    for status, _, errors in finish(start(JOIN, 3, **how)):
+        assert status == 1
+        assert re.search(message, errors), errors[-2000:]
+
+
+@pytest.mark.multiprocess
+@pytest.mark.slow
+def test_other_versions_are_told_to_all():
+    code = "import os, jax_ring; jax_ring.__version__ += os.environ['JAX_RING_PROCESS']\n" + JOIN
+    for status, _, errors in finish(start(code, 2)):
+        assert status == 1
+        assert "different versions of jax_ring: process 0 (" in errors
+
+
+@pytest.mark.multiprocess
+@pytest.mark.slow
+def test_the_first_difference_is_told_with_both_lines(tmp_path):
+    program = tmp_path / "program.py"
+    program.write_text(
+        textwrap.dedent(
+            """
+            import jax, jax.numpy as jnp, jax_ring
+            from jax.sharding import Mesh, PartitionSpec as P
+            jax_ring.distributed.initialize(timeout=30)
+            def f(x):
+                x = jax_ring.psum(x, "x")
+                if jax.process_index() == 1:
+                    return jax_ring.pmax(x, "x")
+                return jax_ring.pmin(x, "x")
+            g = jax.shard_map(f, mesh=Mesh(jax.devices(), "x"), in_specs=P("x"), out_specs=P())
+            jax_ring.distributed.check_consistency(g, jax.ShapeDtypeStruct((4, 3), jnp.float32))
+            """
+        )
+    )
+    code = f"import runpy; runpy.run_path({str(program)!r})"
+    for status, _, errors in finish(start(code, 2)):
+        assert status == 1
+        assert re.search(
+            r"differ in collective 2: process 0 has pmin of float32\[2, 3\] .*program.py:9; "
+            r"process 1 has pmax .*program.py:8",
+            errors,
+        ), errors[-2000:]
+
+
+STEPS = """
+import os, signal, sys, time, jax, jax.numpy as jnp, numpy as np, jax_ring
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+jax_ring.distributed.initialize(timeout=60)
+mesh = Mesh(jax.devices(), "x")
+x = jax.make_array_from_callback((4, 8), NamedSharding(mesh, P("x")), lambda i: np.ones((4, 8))[i])
+f = jax.jit(jax.shard_map(lambda v: jax_ring.psum(v, "x") / 4, mesh=mesh, in_specs=P("x"),
+                          out_specs=P("x"), check_vma=False))
+with jax_ring.distributed.watchdog(timeout=4) as dog:
+    for step in range(10_000):
+        dog.step(step)
+        x = jax.block_until_ready(f(x))
+        if step == 20:
+            time.sleep(2)
+            if jax.process_index() == int(os.environ["VICTIM"]):
+                os.kill(os.getpid(), int(os.environ["SIGNAL"]))
+        time.sleep(0.01)
+"""
+
+
+@pytest.mark.multiprocess
+@pytest.mark.slow
+@pytest.mark.parametrize("victim", [0, 2])
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_every_survivor_ends_and_names_who_is_missing(number, victim):
+    started = start(STEPS, 4, VICTIM=str(victim), SIGNAL=str(int(number)))
+    missing = started.pop(victim)
+    try:
+        for status, _, errors in finish(started, timeout=60):
+            assert status != 0
+            assert f"jax_ring.watchdog: process {victim} (" in errors, errors[-3000:]
+            if number == signal.SIGSTOP:
+                assert status == EXIT_STATUS
+    finally:
+        missing.kill()
+        missing.communicate(timeout=30)
+
+
+@pytest.mark.multiprocess
+@pytest.mark.slow
+def test_an_error_in_one_process_ends_the_others():
+    code = STEPS.replace('os.kill(os.getpid(), int(os.environ["SIGNAL"]))', "raise KeyError('oh')")
+    for process, (status, _, errors) in enumerate(finish(start(code, 2, VICTIM="1"))):
+        assert status == (1 if process == 1 else EXIT_STATUS)
+        if process == 0:
+            assert "jax_ring.watchdog: process 1 (" in errors
+            assert ") failed (KeyError: 'oh'), last in step 20; process 0 waits" in errors
+        else:
+            assert "KeyError: 'oh'" in errors
+
+
+@pytest.mark.multiprocess
+@pytest.mark.slow
+@pytest.mark.parametrize("flavour", ["openmpi", "mpich"])
+def test_under_mpirun(flavour):
+    command = shutil.which(f"mpirun.{flavour}")
+    if command is None:
+        pytest.skip(f"{flavour} is not installed")
+    # Written at once: MPICH mixes the lines of processes.
+    code = JOIN + "import os\nos.write(1, b'%d %d\\n' % (jax.process_index(), jax.device_count()))"
+    root = ["--allow-run-as-root", "--oversubscribe"] if flavour == "openmpi" else []
+    result = subprocess.run(
+        [command, *root, "-n", "2", sys.executable, "-W", "ignore", "-c", code],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env={**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""},
+    )
+    assert result.returncode == 0, result.stderr[-2000:]
+    assert sorted(result.stdout.splitlines()) == ["0 2", "1 2"]
