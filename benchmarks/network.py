@@ -100,7 +100,7 @@ class Starter:
     def __init__(self, lab: Lab, folder: str, stack: contextlib.ExitStack) -> None:
         """Prepares for it; what is started ends with the stack."""
         self.lab, self.folder, self._stack = lab, pathlib.Path(folder), stack
-        self.log = stack.enter_context(open(self.folder / "log", "w+"))
+        self.log = stack.enter_context((self.folder / "log").open("w+"))
         agent = self.folder / "agent"
         agent.write_text(AGENT)
         agent.chmod(0o755)
@@ -135,9 +135,7 @@ class Starter:
             listener._listener._socket.settimeout(60)  # type: ignore[attr-defined]
             for host in hosts:
                 variables = {**environment, **shared, "RANK": str(host)}
-                process = self.lab.start(
-                    host, command, variables, stdout=self.log, stderr=self.log
-                )
+                process = self.lab.start(host, command, variables, stdout=self.log, stderr=self.log)
                 self._stack.callback(_end, process)
             try:
                 peers = [listener.accept() for _ in self.lab.names]
@@ -162,9 +160,10 @@ def _end(process: subprocess.Popen[str]) -> None:
 
 
 def _has(python: str | None, module: str) -> bool:
-    return python is not None and not subprocess.run(
-        [python, "-c", f"import {module}"], capture_output=True
-    ).returncode
+    return (
+        python is not None
+        and not subprocess.run([python, "-c", f"import {module}"], capture_output=True).returncode
+    )
 
 
 def libraries(start: Starter, cases: Sequence[str], torch: str) -> Iterator[Library]:
@@ -221,7 +220,9 @@ def main(
     ] = None,
     hosts: Annotated[int, typer.Option(min=2, max=16, help="how many")] = 4,
     rate: Annotated[float, typer.Option(help="of each link, in Gbit/s")] = 1.0,
-    sizes: Annotated[list[str] | None, typer.Option("--size", help="of " + ", ".join(SIZES))] = None,
+    sizes: Annotated[
+        list[str] | None, typer.Option("--size", help="of " + ", ".join(SIZES))
+    ] = None,
     rounds: Annotated[int, typer.Option(help="how often each is timed; five times if small")] = 9,
     torch: Annotated[str, typer.Option(help="a Python that has torch")] = "/usr/bin/python3",
     alone: Annotated[bool, typer.Option("--alone", help="no other libraries")] = False,

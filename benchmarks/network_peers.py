@@ -40,9 +40,10 @@ def jax_cases() -> tuple[Any, str]:
 
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     jax.distributed.initialize(os.environ["COORDINATOR"], size, rank)
-    import jax_ring
     from jax.sharding import Mesh, NamedSharding
     from jax.sharding import PartitionSpec as P
+
+    import jax_ring
 
     mesh = Mesh(jax.devices(), "x")
 

@@ -189,9 +189,9 @@ def watchdog(timeout: float = 60.0) -> Watchdog:
     """Watches, in a with statement, that all processes of the job live, and ends this one if not.
 
     After `timeout` seconds without a sign of life of another process, this one says which it is and
-    in which steps both are, and exits with status `EXIT_STATUS`; likewise where another one left the
-    with statement by an error. Where all live and a step takes
-    longer than that, it says once who is the furthest behind, and goes on.
+    in which steps both are, and exits with status `EXIT_STATUS`; likewise where another one left
+    the with statement by an error. Where all live and a step takes longer than that, it says once
+    who is the furthest behind, and goes on.
 
     Args:
       timeout: in seconds; give a dead process's heartbeats time, so at least a few. Keep it below
