@@ -1,0 +1,149 @@
+r"""Which bytes of a bucketed train step travel beside matrix products, in programs for 8 x H200.
+
+    make test-aot VENV=.venv-aot && .venv-aot/bin/python benchmarks/overlap.py
+
+Compiles the step of a transformer for GPUs that are not there and reads its schedule. A permute
+overlaps if a matrix product is scheduled between its start and its end; all others are exposed: the
+step waits for them. No time is measured.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import functools
+import os
+import pathlib
+import re
+import sys
+from typing import Any
+
+if __name__ == "__main__":
+    os.environ["JAX_PLATFORMS"] = "cpu"
+    sys.path.append(str(pathlib.Path(__file__).parents[1] / "tests"))
+
+import jax
+import jax.numpy as jnp
+import rich
+import rich.table
+from aot.scheduled import Instruction, Scheduled
+from harness import sharded
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+from jax_ring.gradients import plan_buckets, sync_gradients
+
+LAYERS, WIDTH, HEADS, TIME, BATCH = 6, 1024, 16, 1024, 8  # The batch is each device's.
+LAYER_BYTES = 12 * WIDTH**2 * 2  # bfloat16
+LATENCY_HIDING = "xla_gpu_enable_latency_hiding_scheduler"
+# What XLA is told, and the bytes of a bucket in layers.
+CASES = (
+    ({LATENCY_HIDING: False}, 1),
+    ({LATENCY_HIDING: True}, 1),
+    ({LATENCY_HIDING: True}, 0.5),
+    ({LATENCY_HIDING: True}, 0.25),
+    ({LATENCY_HIDING: True}, LAYERS),
+)
+
+
+def layer(weights: dict[str, jax.Array], x: jax.Array) -> jax.Array:
+    """Attention and a perceptron, each added to what came in."""
+    q, k, v = jnp.split((x @ weights["qkv"]).reshape(BATCH, TIME, 3 * HEADS, -1), 3, axis=2)
+    x = x + jax.nn.dot_product_attention(q, k, v, is_causal=True).reshape(x.shape) @ weights["out"]
+    return x + jax.nn.gelu(x @ weights["up"]) @ weights["down"]
+
+
+def loss(params: list[dict[str, jax.Array]], x: jax.Array) -> jax.Array:
+    """How far the layers move what they are given."""
+    y = functools.reduce(lambda y, weights: layer(weights, y), params, x)
+    return ((y - x).astype(jnp.float32) ** 2).mean()
+
+
+def step(params: Any, x: jax.Array, how: dict[str, Any]) -> Any:
+    """Gradients, their mean in buckets, and a step of plain gradient descent."""
+    local = jax.tree.map(lambda p: jax.lax.pcast(p, "data", to="varying"), params)
+    grads = sync_gradients(jax.grad(loss)(local, x), "data", **how)
+    return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads)
+
+
+@dataclasses.dataclass(frozen=True)
+class Overlap:
+    """What a rank sends in a step.
+
+    Attributes:
+      beside: bytes of each bucket that travel while a matrix product runs, in the order of buckets.
+      exposed: bytes of each bucket during which none runs.
+      temporary: bytes of temporary memory.
+    """
+
+    beside: list[int]
+    exposed: list[int]
+    temporary: int
+
+
+def is_product(instruction: Instruction) -> bool:
+    """Whether it is a matrix product, as cuBLAS, cuDNN or a Triton kernel."""
+    marks = ("gemm", "cublas", "cudnn")
+    return instruction.op == "dot" or any(mark in instruction.attributes for mark in marks)
+
+
+def read(mesh: Mesh, options: dict[str, Any], **how: Any) -> Overlap:
+    """Compiles the step with XLA's options and reads what its permutes overlap with."""
+    shapes = {"qkv": (1, 3), "out": (1, 1), "up": (1, 4), "down": (4, 1)}  # in widths
+    weights = {
+        name: sharded(mesh, P(), (rows * WIDTH, columns * WIDTH), jnp.bfloat16)
+        for name, (rows, columns) in shapes.items()
+    }
+    params = [weights] * LAYERS
+    x = sharded(mesh, P("data"), (mesh.size * BATCH, TIME, WIDTH), jnp.bfloat16)
+    body = functools.partial(step, how=how)
+    f = jax.shard_map(body, mesh=mesh, in_specs=(P(), P("data")), out_specs=P())
+    compiled = jax.jit(f, donate_argnums=0).lower(params, x).compile(compiler_options=options)
+    hlo = Scheduled(compiled.as_text(), compiled.memory_analysis())
+    count = len(plan_buckets(params, how["bucket_bytes"]).buckets)
+    beside, exposed = collections.Counter[int](), collections.Counter[int]()
+    for (bucket, nbytes), during in zip(_sent(hlo), hlo.during_permutes, strict=True):
+        (beside if any(map(is_product, during)) else exposed)[bucket] += nbytes
+    by_bucket = [[sent[i] for i in range(count)] for sent in (beside, exposed)]
+    return Overlap(*by_bucket, temporary=hlo.memory.temp_size_in_bytes)
+
+
+def _sent(hlo: Scheduled) -> list[tuple[int, int]]:
+    """The bucket and the bytes of each permute, in the order in which they start."""
+    sent = []
+    for instruction in hlo.schedule:
+        if instruction.op in ("collective-permute", "collective-permute-start"):
+            found = re.search(r"bucket(\d+)/", instruction.attributes)
+            assert found is not None, instruction
+            # A start's result holds operand and result.
+            arrays = len(instruction.operands)
+            nbytes = sum(int(kind[1:]) // 8 * n for kind, n in instruction.arrays[:arrays])
+            sent.append((int(found[1]), nbytes))
+    return sent
+
+
+def main() -> None:
+    """Prints a row for each case."""
+    from aot.conftest import h200s
+
+    mesh = h200s(1)
+    table = rich.table.Table(
+        "latency hiding", "bucket", "buckets", "overlapped", "sent", "exposed", "temporary"
+    )
+    for options, layers in CASES:
+        found = read(mesh, options, bucket_bytes=int(layers * LAYER_BYTES), algorithm="ring")
+        sent, exposed = sum(found.beside + found.exposed), sum(found.exposed)
+        table.add_row(
+            "on" if options[LATENCY_HIDING] else "off",
+            f"{layers * LAYER_BYTES / 2**20:g} MiB",
+            str(len(found.beside)),
+            str(sum(map(bool, found.beside))),
+            f"{sent / 2**20:.0f} MiB",
+            f"{exposed / 2**20:.0f} MiB ({exposed / sent:.0%})",
+            f"{found.temporary / 2**20:.0f} MiB",
+        )
+    rich.print(table)
+
+
+if __name__ == "__main__":
+    main()
