@@ -29,7 +29,7 @@ import signal
 import socket
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from typing import BinaryIO
+from typing import TextIO
 
 from jax_ring import launch_child
 
@@ -248,8 +248,8 @@ class _Launcher:
         assert started.stderr is not None
         prefix = self.prefix(process).encode()
         output = asyncio.gather(
-            self._pass_on(started.stdout, sys.stdout.buffer, prefix),
-            self._pass_on(started.stderr, sys.stderr.buffer, prefix),
+            self._pass_on(started.stdout, sys.stdout, prefix),
+            self._pass_on(started.stderr, sys.stderr, prefix),
         )
         status = exit_status(await started.wait())
         if status:
@@ -292,7 +292,7 @@ class _Launcher:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(started.pid, number)
 
-    async def _pass_on(self, source: asyncio.StreamReader, to: BinaryIO, prefix: bytes) -> None:
+    async def _pass_on(self, source: asyncio.StreamReader, to: TextIO, prefix: bytes) -> None:
         rest = b""
         while data := await source.read(2**16):
             *lines, rest = (rest + data).split(b"\n")
@@ -302,9 +302,13 @@ class _Launcher:
         if rest:
             self._write(to, prefix, [rest])
 
-    def _write(self, to: BinaryIO, prefix: bytes, lines: Sequence[bytes]) -> None:
+    def _write(self, to: TextIO, prefix: bytes, lines: Sequence[bytes]) -> None:
         try:
-            to.write(b"".join(prefix + line + b"\n" for line in lines))
+            data = b"".join(prefix + line + b"\n" for line in lines)
+            if hasattr(to, "buffer"):
+                to.buffer.write(data)
+            else:  # Text alone, as in a notebook.
+                to.write(data.decode(errors="replace"))
             to.flush()
         except BrokenPipeError:
             # Nobody reads any more, as after `| head`.

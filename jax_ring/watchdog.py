@@ -90,12 +90,14 @@ class Watchdog:
         """Stops watching; after an error the others are told, and end too.
 
         A collective fails when a peer ends. So that the message says which, an error of the runtime
-        is kept back until the others are known to live.
+        (some are ValueErrors) is kept back until the others are known to live.
         """
-        if self._seen and isinstance(error, jax.errors.JaxRuntimeError):
+        if self._seen and isinstance(error, (RuntimeError, ValueError)):
             self._stop.wait(1.5 * self.timeout)
         if error is not None:
             self._failed = f"{type(error).__name__}: {error}"[:500]
+            # JAX's shutdown, when Python exits, would wait for the others far longer.
+            threading.Thread(target=self._end_late, daemon=True).start()
         self._stop.set()
         if not self._seen:
             return
@@ -122,6 +124,10 @@ class Watchdog:
                 for name, text in self._client.key_value_dir_get(_KEY):
                     self._note(int(name.rpartition("/")[2]), json.loads(text))
                 self._exchanged = time.monotonic()
+
+    def _end_late(self) -> None:
+        time.sleep(self.timeout)
+        os._exit(EXIT_STATUS)
 
     def _note(self, process: int, beat: dict[str, Any]) -> None:
         last, _ = self._seen[process]
@@ -189,9 +195,9 @@ def watchdog(timeout: float = 60.0) -> Watchdog:
     """Watches, in a with statement, that all processes of the job live, and ends this one if not.
 
     After `timeout` seconds without a sign of life of another process, this one says which it is and
-    in which steps both are, and exits with status `EXIT_STATUS`; likewise where another one left
-    the with statement by an error. Where all live and a step takes longer than that, it says once
-    who is the furthest behind, and goes on.
+    in which steps both are, and exits with status `EXIT_STATUS`; likewise where another left the
+    with statement by an error. Where all live and a step takes
+    longer than that, it says once who is the furthest behind, and goes on.
 
     Args:
       timeout: in seconds; give a dead process's heartbeats time, so at least a few. Keep it below
