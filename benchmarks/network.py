@@ -42,7 +42,6 @@ CASES = (
     PSUM,
     "dict()",
     "dict(algorithm='ring')",
-    "dict(algorithm='recursive_doubling')",
     "dict(wire='bfloat16')",
     "dict(wire='int8')",
     "dict(algorithm='ring', wire='bfloat16')",

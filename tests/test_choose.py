@@ -110,6 +110,25 @@ def test_lax_only_where_it_is_allowed():
     assert "xla" not in dict(without.candidates)
 
 
+def test_exchanges_and_channels_cost_more_between_processes():
+    assert choose.choose(Kind.ALL_REDUCE, 4, 16 << 10, LINKS["gloo"]).algorithm == (
+        "recursive_doubling"
+    )
+    for ranks in (4, 8, 16):
+        choice = choose.choose(Kind.ALL_REDUCE, ranks, 16 << 20, LINKS["gloo"])
+        assert choice.algorithm == "ring"
+    link = Link(alpha=1.0, beta=1.0, serial=True, exchange=3.0)
+    seconds = {
+        name: predict(make(name, Kind.ALL_REDUCE, 4), 4.0, link) for name in names(Kind.ALL_REDUCE)
+    }
+    # As many messages; in none of them do two ranks send to each other.
+    assert seconds["ring"] == seconds["bidirectional_ring"] == 6 + 6
+    # Of what goes 1, 2 and 3 ranks on, twice, only that 2 ranks on is sent both ways.
+    assert seconds["direct"] == 6 + 6 + 2 * (3 - 1)
+    assert seconds["recursive_doubling"] == 2 + 2 * 4 * 3
+    assert seconds["halving_doubling"] == 4 + 6 * 3
+
+
 def test_platforms():
     assert choose.links_of("cpu", 4) == ("cpu", "gloo")
     assert choose.links_of("cuda", 1) == ("nvlink", "nvlink")
@@ -278,6 +297,8 @@ def test_unknown_links_are_not_written(tmp_path):
         ("spills", ((2, 1.0), (1, 2.0)), "spills must ascend"),
         ("spills", 3, "spills must be pairs"),
         ("ports", 1.5, "ports must be an integer of at least 1, got 1.5"),
+        ("exchange", 0.5, "exchange must be a finite number of at least 1, got 0.5"),
+        ("serial", 1, "serial must be a bool, got 1"),
         ("shared", 1, "shared must be a bool"),
     ],
 )
