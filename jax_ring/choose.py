@@ -194,11 +194,14 @@ def _sending(schedule: Schedule, nbytes: float, link: Link) -> float:
     """The time of the messages, where ranks do not share one machine."""
     each = nbytes / schedule.chunks * link.beta
     runs = [run for run in schedule.steps.runs if run.first.perm]
-    exchanged = sum(run.count * run.first.k for run in runs if _exchanges(run.first.perm))
-    dearer = (link.exchange - 1) * exchanged * each
-    if not link.serial:
-        return cost(schedule, nbytes, link.alpha, link.beta, ports=link.ports) + dearer
-    return sum(run.count * (link.alpha + run.first.k * each) for run in runs) + dearer
+    if link.serial:
+        seconds = sum(run.count * (link.alpha + run.first.k * each) for run in runs)
+    else:
+        seconds = cost(schedule, nbytes, link.alpha, link.beta, ports=link.ports)
+    if link.exchange > 1:
+        exchanged = sum(run.count * run.first.k for run in runs if _exchanges(run.first.perm))
+        seconds += (link.exchange - 1) * exchanged * each
+    return seconds
 
 
 def _exchanges(perm: Perm) -> bool:

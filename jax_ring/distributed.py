@@ -348,26 +348,28 @@ def check_consistency(
       >>> check_consistency(jax.jit(lambda x: x + 1), 1.0)
     """
     found = f if isinstance(f, Explanation) else explain(f, *args, **kwargs)
-    own = [f"tuning file {current().tuning}", *map(_fingerprint, found.collectives)]
+    own = [(f"tuning file {current().tuning}", ""), *map(_fingerprint, found.collectives)]
     everyone = _exchanged("collectives", json.dumps(own), timeout)
     first = json.loads(everyone[0])
     for process, text in enumerate(everyone):
         for i, (a, b) in enumerate(
-            itertools.zip_longest(first, json.loads(text), fillvalue="none")
+            itertools.zip_longest(first, json.loads(text), fillvalue=("none", ""))
         ):
-            if a.partition(" at ")[0] != b.partition(" at ")[0]:
+            if a[0] != b[0]:
                 what = f"collective {i}" if i else "the tuning file"
                 raise RuntimeError(
-                    f"jax_ring.check_consistency: processes differ in {what}: process 0 has {a}; "
-                    f"process {process} has {b}"
+                    f"jax_ring.check_consistency: processes differ in {what}: process 0 has "
+                    f"{''.join(a)}; process {process} has {''.join(b)}"
                 )
 
 
-def _fingerprint(c: Collective) -> str:
+def _fingerprint(c: Collective) -> tuple[str, str]:
+    """What all processes must have alike, and where it stands in the source."""
     groups = "" if c.groups is None else f" in groups {c.groups}"
     nesting = "".join(f" in {loop}" for loop in c.nesting)
     wire = "" if c.wire is None else f" over {c.wire}"
     return (
         f"{c.name} of {c.dtype}{list(c.shape)} over {'/'.join(c.axes)}{groups} by {c.algorithm}"
-        f"{wire}{nesting} at {c.file}:{c.line}"
+        f"{wire}{nesting}",
+        f" at {c.file}:{c.line}",
     )

@@ -196,8 +196,8 @@ def watchdog(timeout: float = 60.0) -> Watchdog:
 
     After `timeout` seconds without a sign of life of another process, this one says which it is and
     in which steps both are, and exits with status `EXIT_STATUS`; likewise where another left the
-    with statement by an error. Where all live and a step takes
-    longer than that, it says once who is the furthest behind, and goes on.
+    with statement by an error. Where all live and a step takes longer than that, it says once who
+    is the furthest behind, and goes on.
 
     Args:
       timeout: in seconds; give a dead process's heartbeats time, so at least a few. Keep it below

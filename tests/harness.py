@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -131,3 +132,14 @@ def integers(shape: tuple[int, ...], dtype: Any, seed: int = 0, high: int = 4) -
     """Small whole numbers, whose sums are exact in any order and in any dtype."""
     values = np.random.default_rng(seed).integers(0, high, shape)
     return values.astype(dtype)
+
+
+def mixed_leaves(ranks: int) -> dict[str, Any]:
+    """A tree for `per_rank`: leaves of several shapes and dtypes, an empty one and none."""
+    return {
+        "w": integers((ranks, 3, 5), np.float32),
+        "none": None,
+        "half": integers((ranks, 7), jnp.bfloat16, seed=1),
+        "scalar": integers((ranks,), np.float32, seed=2),
+        "empty": np.zeros((ranks, 0, 2), np.float32),
+    }

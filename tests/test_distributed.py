@@ -10,6 +10,7 @@ import sys
 import textwrap
 import threading
 import time
+import types
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +19,7 @@ from harness import mesh
 from jax.sharding import PartitionSpec as P
 
 import jax_ring
-from jax_ring import rollcall
+from jax_ring import distributed, rollcall
 from jax_ring.distributed import check_consistency, find
 from jax_ring.watchdog import EXIT_STATUS, Watchdog
 
@@ -120,6 +121,15 @@ def test_nobody_answers():
 def test_one_process_is_consistent():
     f = jax.shard_map(lambda x: jax_ring.psum(x, "x"), mesh=mesh(2), in_specs=P("x"), out_specs=P())
     check_consistency(f, jnp.ones(2))
+
+
+def test_names_of_tuning_files_are_compared_whole(monkeypatch):
+    monkeypatch.setattr(distributed, "current", lambda: types.SimpleNamespace(tuning="a at b"))
+    monkeypatch.setattr(
+        distributed, "_exchanged", lambda _, own, timeout: [own, own.replace("a at b", "a at c")]
+    )
+    with pytest.raises(RuntimeError, match=r"differ in the tuning file: .* a at b; .* a at c"):
+        check_consistency(lambda x: x, 1.0)
 
 
 def test_a_watchdog_wants_time():

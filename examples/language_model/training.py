@@ -126,8 +126,8 @@ class Trainer:
 
     def resume(self, checkpoints: Checkpoints) -> None:
         """Continues from the newest checkpoint."""
-        whole = parallel.shardings(self.setup.mesh, jax.eval_shape(unshard, self.state))
-        restored = checkpoints.restore(jax.eval_shape(unshard, self.state), whole)
+        whole = jax.eval_shape(unshard, self.state)
+        restored = checkpoints.restore(whole, parallel.shardings(self.setup.mesh, whole))
         # Saved whole, it is cut anew, for as many ranks as there are now.
         self.state = jax.jit(
             lambda state: shard_like(state, self.state),

@@ -15,8 +15,8 @@ from jax_ring import primitives
 from jax_ring.arguments import Algorithm, AxisName, Op, Wire, names_of
 from jax_ring.collectives import all_gather, reduce_scatter
 from jax_ring.gradients.buckets import BUCKET_BYTES, Order, plan_buckets, reverse_order
-from jax_ring.gradients.shards import Shard, Split, is_shard
-from jax_ring.gradients.sync import bucket_limit, check_local, refuse_shards, wire_of
+from jax_ring.gradients.shards import Shard, Split, is_shard, shard_params
+from jax_ring.gradients.sync import bucket_limit, check_local, cut, wire_of
 
 Array = jax.Array
 
@@ -73,7 +73,6 @@ def scatter_gradients(
       [[2. 3.]
        [4. 5.]]
     """
-    refuse_shards("scatter_gradients", grads)
     check_local("scatter_gradients", grads, axis_name)
     ranks = primitives.axis_size(names_of(axis_name))
     leaves, treedef = jax.tree.flatten(grads)
@@ -100,7 +99,7 @@ def scatter_gradients(
         inside = [leaf.index for leaf in bucket.leaves]
         rows = [splits[i].parts(jnp.asarray(leaves[i]), ranks) for i in inside]
         row = reduce(lax.concatenate(rows, 1))
-        for i, values in zip(inside, _cut(row, [v.shape[1] for v in rows]), strict=True):
+        for i, values in zip(inside, cut(row, [v.shape[1] for v in rows]), strict=True):
             parts[i] = values.reshape(shapes[i])
     return jax.tree.unflatten(treedef, list(map(Shard, parts, splits)))
 
@@ -143,7 +142,7 @@ def gather_shards(
             result[inside[0]] = split.trim(whole)
             continue
         rows = gather(lax.concatenate([values[i].reshape(-1) for i in inside], 0))
-        for i, parts in zip(inside, _cut(rows, [values[i].size for i in inside]), strict=True):
+        for i, parts in zip(inside, cut(rows, [values[i].size for i in inside]), strict=True):
             result[i] = nodes[i].split.join(parts, values[i].shape)
     return jax.tree.unflatten(treedef, result)
 
@@ -161,17 +160,14 @@ def own_shards(params: Any, axis_name: AxisName) -> Any:
     axes = names_of(axis_name)
     ranks = primitives.axis_size(axes)
 
-    def own(leaf: Any) -> Shard:
-        array = primitives.cast_varying(jnp.asarray(leaf), axes)
-        split = Split.choose(array.shape, ranks)
-        size = split.part_shape(array.shape, ranks)[split.dimension]
-        filled = split.fill(array, ranks)
+    def own(shard: Shard) -> Shard:
+        value, d = shard.value, shard.split.dimension
+        size = value.shape[d] // ranks
         start = lax.axis_index(axes) * size
-        return Shard(
-            lax.dynamic_slice_in_dim(filled, start, size, filled.ndim + split.dimension), split
-        )
+        return Shard(lax.dynamic_slice_in_dim(value, start, size, value.ndim + d), shard.split)
 
-    return jax.tree.map(own, params)
+    local = jax.tree.map(lambda leaf: primitives.cast_varying(jnp.asarray(leaf), axes), params)
+    return jax.tree.map(own, shard_params(local, ranks), is_leaf=is_shard)
 
 
 def gather_params(
@@ -282,15 +278,6 @@ def save_all_but_gathered(primitive: Any, *_: Any, **parameters: Any) -> bool:
 def _forward_order(paths: Sequence[str]) -> Sequence[int]:
     """The first leaf first: it is needed first."""
     return range(len(paths))
-
-
-def _cut(buffer: Array, sizes: Sequence[int]) -> list[Array]:
-    """Slices of some sizes along the last dimension."""
-    ends = np.cumsum(sizes).tolist()
-    return [
-        lax.slice_in_dim(buffer, end - size, end, axis=-1)
-        for size, end in zip(sizes, ends, strict=True)
-    ]
 
 
 def in_dtype(value: Any, dtype: Any) -> Any:

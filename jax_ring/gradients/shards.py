@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -35,6 +34,11 @@ class Split:
 
     shape: tuple[int, ...]
     dimension: int
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """The shape that is cut: that of the leaf, or (1,) of a scalar."""
+        return self.shape or (1,)
 
     @classmethod
     def choose(cls, shape: tuple[int, ...], ranks: int) -> Split:
@@ -77,7 +81,7 @@ class Split:
 
     def trim(self, x: Array) -> Array:
         """The inverse of `fill`."""
-        size = (self.shape or (1,))[self.dimension]
+        size = self.sizes[self.dimension]
         if x.shape[self.dimension] != size:
             x = lax.slice_in_dim(x, 0, size, axis=self.dimension)
         return x if self.shape else lax.squeeze(x, [x.ndim - 1])
@@ -101,24 +105,6 @@ class Shard:
 def is_shard(x: Any) -> bool:
     """Whether it is a `Shard`; for the `is_leaf` of `jax.tree.map`."""
     return isinstance(x, Shard)
-
-
-def map_shards(f: Callable[[Any, Split], Any], tree: Any, other: Callable[[Any], Any]) -> Any:
-    """The tree with f(array, split) for the arrays in its shards, and other(leaf) for the rest.
-
-    What a shard holds need not be an array: optimizers put trees of their own there.
-    """
-
-    def of(leaf: Any) -> Any:
-        if is_shard(leaf):
-            return jax.tree.map(lambda value: f(value, leaf.split), leaf.value)
-        return other(leaf)
-
-    return jax.tree.map(of, tree, is_leaf=is_shard)
-
-
-def _same(leaf: Any) -> Any:
-    return leaf
 
 
 def shard_params(params: Any, ranks: int, *, stacked: bool = False) -> Any:
@@ -183,14 +169,22 @@ def unshard(tree: Any) -> Any:
       >>> print(unshard(shard_params(jnp.arange(3), ranks=4)))
       [0 1 2]
     """
-    return map_shards(lambda value, split: split.trim(_sliceable(value, split)), tree, _same)
+
+    def whole(leaf: Any) -> Any:
+        if not is_shard(leaf):
+            return leaf
+        split = leaf.split
+        # Not always one array: optimizers put trees of their own into shards.
+        return jax.tree.map(lambda value: split.trim(_sliceable(value, split)), leaf.value)
+
+    return jax.tree.map(whole, tree, is_leaf=is_shard)
 
 
 def _sliceable(x: Any, split: Split) -> Array:
     """An array that `trim` may slice: gathered where it is explicitly sharded and was filled up."""
     array = jnp.asarray(x)
     kind = jax.typeof(array).sharding
-    filled = array.shape[split.dimension] != (split.shape or (1,))[split.dimension]
+    filled = array.shape[split.dimension] != split.sizes[split.dimension]
     if not filled or all(entry is None for entry in kind.spec):
         return array
     known = None if isinstance(array, jax.core.Tracer) else array.sharding
@@ -233,7 +227,7 @@ def shard_like(tree: Any, like: Any) -> Any:
     def cut(path: Any, old: Any) -> Any:
         def part(value: Any) -> Array:
             array = jnp.asarray(next(leaves))
-            front = value.shape[: len(value.shape) - len(old.split.shape or (1,))]
+            front = value.shape[: len(value.shape) - len(old.split.sizes)]
             if array.shape != (*front, *old.split.shape):
                 raise ValueError(
                     f"shard_like: leaf {jax.tree_util.keystr(path)} of tree must be of shape "

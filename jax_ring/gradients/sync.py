@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import itertools
+from collections.abc import Sequence
 from typing import Any, TypeVar
 
 import jax
@@ -84,9 +86,8 @@ def sync_gradients(
       >>> print(mean["w"][0], mean["b"][0])
       [3. 4.] 1.0
     """
-    refuse_shards("sync_gradients", grads)
-    leaves, tree = jax.tree.flatten(grads)
     check_local("sync_gradients", grads, axis_name)
+    leaves, tree = jax.tree.flatten(grads)
     planned = plan_buckets(grads, bucket_limit(bucket_bytes), order=order)
     if deterministic:
         algorithm = _deterministic(algorithm, wire, lax.axis_size(axis_name))
@@ -128,12 +129,20 @@ def _packed(bucket: Bucket, leaves: list[Any]) -> Array:
 def _unpacked(bucket: Bucket, buffer: Array) -> list[tuple[int, Array]]:
     if len(bucket.leaves) == 1:
         return [(bucket.leaves[0].index, buffer)]
-    result, start = [], 0
-    for leaf in bucket.leaves:
-        part = lax.slice_in_dim(buffer, start, start + leaf.size)
-        result.append((leaf.index, part.reshape(leaf.shape)))
-        start += leaf.size
-    return result
+    parts = cut(buffer, [leaf.size for leaf in bucket.leaves])
+    return [
+        (leaf.index, part.reshape(leaf.shape))
+        for leaf, part in zip(bucket.leaves, parts, strict=True)
+    ]
+
+
+def cut(buffer: Array, sizes: Sequence[int]) -> list[Array]:
+    """Slices of some sizes along the last dimension."""
+    ends = itertools.accumulate(sizes)
+    return [
+        lax.slice_in_dim(buffer, end - size, end, axis=-1)
+        for size, end in zip(sizes, ends, strict=True)
+    ]
 
 
 def refuse_shards(api: str, tree: Any) -> None:
@@ -148,7 +157,8 @@ def refuse_shards(api: str, tree: Any) -> None:
 
 
 def check_local(api: str, grads: Any, axis_name: AxisName) -> None:
-    """Refuses what has been summed over the ranks already, as its type tells."""
+    """Refuses what has been summed over the ranks already: shards, and as its type tells."""
+    refuse_shards(api, grads)
     if not _compat.check_vma():
         return
     manual = set(primitives.manual_axes(names_of(axis_name)))

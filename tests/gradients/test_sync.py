@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from harness import compiled, integers, mesh, per_rank, same_bits, sharded
+from harness import compiled, integers, mesh, mixed_leaves, per_rank, same_bits, sharded
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
@@ -18,14 +18,7 @@ N = 4
 
 
 def tree(ranks=N):
-    return {
-        "w": integers((ranks, 3, 5), np.float32),
-        "none": None,
-        "half": integers((ranks, 7), jnp.bfloat16, seed=1),
-        "scalar": integers((ranks,), np.float32, seed=2),
-        "count": integers((ranks, 2), np.int32, seed=3),
-        "empty": np.zeros((ranks, 0, 2), np.float32),
-    }
+    return mixed_leaves(ranks) | {"count": integers((ranks, 2), np.int32, seed=3)}
 
 
 @pytest.mark.parametrize("check_vma", [True, False])
