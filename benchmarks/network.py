@@ -35,6 +35,8 @@ import rich.table
 import typer
 from netlab import NETDEV, Lab
 
+from jax_ring.launch import MALLOC_TUNING
+
 SIZES = {"16 KiB": 16 << 10, "1 MiB": 1 << 20, "16 MiB": 16 << 20, "64 MiB": 64 << 20}
 PSUM = "lax.psum"
 # Ours, as the keywords of `jax_ring.psum`.
@@ -62,12 +64,6 @@ OPEN_MPI = "mpirun.openmpi --allow-run-as-root --oversubscribe --bind-to none --
 MPICH = "mpirun.mpich -launcher ssh -launcher-exec {agent} -hosts {hosts} -iface {netdev} -ppn 1 \
 -genv MPIR_CVAR_NOLOCAL 1 -genv FI_PROVIDER tcp -genv FI_TCP_IFACE {netdev} \
 -genv UCX_TLS tcp,self -genv UCX_NET_DEVICES {netdev}"
-# JAX and the rest of XLA:CPU map the memory of each result anew unless malloc keeps it.
-MALLOC = {
-    "MALLOC_MMAP_THRESHOLD_": str(1 << 30),
-    "MALLOC_TRIM_THRESHOLD_": str(1 << 32),
-    "MALLOC_ARENA_MAX": "1",
-}
 
 
 @dataclasses.dataclass
@@ -165,10 +161,18 @@ def _has(python: str | None, module: str) -> bool:
     )
 
 
-def libraries(start: Starter, cases: Sequence[str], torch: str) -> Iterator[Library]:
-    """Starts what is installed."""
-    cpu = {"JAX_PLATFORMS": "cpu"}
-    found = [start.library("jax", "jax", sys.executable, cases, environment={**cpu, **MALLOC})]
+def libraries(start: Starter, cases: Sequence[str], torch: str, alone: bool) -> Iterator[Library]:
+    """Starts jax, and unless it is alone what else is installed."""
+    variables = {"JAX_PLATFORMS": "cpu", **MALLOC_TUNING}
+    found = [start.library("jax", "jax", sys.executable, cases, environment=variables)]
+    if not alone:
+        found += peers(start, torch)
+    yield from filter(None, found)
+
+
+def peers(start: Starter, torch: str) -> list[Library | None]:
+    """Starts what can be found of other libraries."""
+    found = []
     if _has(shutil.which(torch), "torch"):
         variables = {"GLOO_SOCKET_IFNAME": NETDEV, "OMP_NUM_THREADS": "1"}
         found.append(
@@ -185,7 +189,7 @@ def libraries(start: Starter, cases: Sequence[str], torch: str) -> Iterator[Libr
         (start.folder / "libmpi.so.12").symlink_to(_path_of(library))
         variables = {"MPI4PY_MPIABI": "mpich", "LD_LIBRARY_PATH": str(start.folder)}
         found.append(start.library("MPICH", "mpi", sys.executable, ["MPICH"], MPICH, variables))
-    yield from filter(None, found)
+    return found
 
 
 def _path_of(library: str) -> str:
@@ -233,10 +237,7 @@ def main(
     with contextlib.ExitStack() as stack:
         lab = stack.enter_context(Lab(hosts, f"{round(rate * 1000)}mbit"))
         start = Starter(lab, stack.enter_context(tempfile.TemporaryDirectory()), stack)
-        if alone:
-            found = [start.library("jax", "jax", sys.executable, chosen, environment=MALLOC)]
-        else:
-            found = list(libraries(start, chosen, torch))
+        found = list(libraries(start, chosen, torch, alone))
         for name in sizes or SIZES:
             nbytes = SIZES[name]
             turns = rounds if nbytes > 1 << 20 else 5 * rounds
