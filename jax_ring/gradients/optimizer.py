@@ -8,6 +8,7 @@ Nothing here imports optax: an optimizer is anything with `init` and `update` as
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
@@ -182,7 +183,7 @@ def global_norm(tree: Any, axis_name: AxisName, *, algorithm: Algorithm = "auto"
         _check_same(path, node, axis_name)
         whole.append(_squares(node))
     if shards:
-        whole.append(psum(sum(shards), axis_name, algorithm=algorithm))
+        whole.append(psum(functools.reduce(jnp.add, shards), axis_name, algorithm=algorithm))
     return jnp.sqrt(sum(whole))
 
 
