@@ -25,7 +25,6 @@ from jax_ring.gradients.sync import (
     bucket_limit,
     check_local,
     pack,
-    refuse_shards,
     sync_gradients,
     unpack,
 )
@@ -133,7 +132,6 @@ def one_bit(
         grads: Any, state: CompressionState, params: Any = None
     ) -> tuple[Any, CompressionState]:
         del params
-        refuse_shards("one_bit", grads)
         check_local("one_bit", grads, axis_name)
         leaves, tree = jax.tree.flatten(grads)
         errors = errors_of("one_bit", state, grads, axis_name)

@@ -22,7 +22,7 @@ from jax_ring.gradients.compression import (
     zeros_of_rank,
 )
 from jax_ring.gradients.optimizer import Transformation
-from jax_ring.gradients.sync import check_local, refuse_shards, sync_gradients
+from jax_ring.gradients.sync import check_local, sync_gradients
 
 Array = jax.Array
 
@@ -114,7 +114,6 @@ def powersgd(
         grads: Any, state: CompressionState, params: Any = None
     ) -> tuple[Any, CompressionState]:
         del params
-        refuse_shards("powersgd", grads)
         check_local("powersgd", grads, axis_name)
         leaves = jax.tree.leaves(grads)
         tree: Any = jax.tree.structure(grads)
