@@ -143,3 +143,23 @@ def mixed_leaves(ranks: int) -> dict[str, Any]:
         "scalar": integers((ranks,), np.float32, seed=2),
         "empty": np.zeros((ranks, 0, 2), np.float32),
     }
+
+
+def over_steps(transformation: Any, grads: Any, state: Any = None) -> tuple[Any, Any]:
+    """Runs a gradient transformation over axis "x" on a tree of [steps, ranks, ...].
+
+    Returns its results and the last state, for every rank: [steps, ranks, ...] and [ranks, ...].
+    """
+    rows = jax.tree.map(lambda v: v[0, 0], grads)
+    start = transformation.init(rows) if state is None else state
+
+    def one_rank(grads: Any) -> tuple[Any, Any]:
+        def step(state: Any, g: Any) -> tuple[Any, Any]:
+            result, state = transformation.update(g, state)
+            return state, result
+
+        return jax.lax.scan(step, start, grads)
+
+    run = jax.vmap(one_rank, in_axes=1, out_axes=(0, 1), axis_name="x")
+    state, results = jax.jit(run)(grads)
+    return results, state

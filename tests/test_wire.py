@@ -82,6 +82,38 @@ def test_a_message_of_a_million_values():
     assert_bitwise(value, decoded("int4", message, n, 256))
 
 
+@pytest.mark.parametrize(("n", "block"), [(37, 8), (16, 256)])
+def test_messages_of_signs_are_those_of_numpy(n, block):
+    form, x = wire.OneBit(block), data(n, ranks=3)
+    x[1, 3], x[1, 4], x[2] = -0.0, 0.0, 3e38
+    message = np.asarray(jax.jit(form.encode)(x))
+    assert (message.dtype, message.shape) == (np.uint8, (3, form.nbytes(n)))
+    bytes_of_signs = -(-n // 8)
+    signs = np.packbits(np.signbit(x), axis=1, bitorder="little")
+    np.testing.assert_array_equal(message[:, :bytes_of_signs], signs)
+    sizes = np.ascontiguousarray(message[:, bytes_of_signs:]).view(ml_dtypes.bfloat16)
+    starts = range(0, n, block)
+    wanted = [np.abs(x[:, i : i + block].astype(np.float64)).mean(1) for i in starts]
+    np.testing.assert_allclose(sizes.astype(np.float64), np.stack(wanted, 1), rtol=2.0**-8)
+    of_each = np.repeat(sizes.astype(np.float32), block, 1)[:, :n]
+    values = jax.jit(functools.partial(form.decode, n=n))(message)
+    np.testing.assert_array_equal(values, np.where(np.signbit(x), -of_each, of_each))
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_signs_of_what_is_not_finite_have_no_finite_value(bad):
+    form, x = wire.OneBit(4), np.array([1, bad, 2, 3, 4], np.float32)
+    values = np.asarray(form.decode(form.encode(x), 5))
+    assert not np.isfinite(values[:4]).any()
+    assert values[4] == 4
+
+
+@pytest.mark.parametrize("block", [0, -1, True, 2.0])
+def test_blocks_of_signs_that_cannot_be(block):
+    with pytest.raises(ValueError, match=r"block must be an integer of at least 1, got"):
+        wire.OneBit(block)
+
+
 @pytest.mark.parametrize("name", ["int8", "int4"])
 def test_messages_rounded_at_random_are_those_of_numpy(name):
     seed = np.array([4_000_000_000, 17], np.uint32)

@@ -50,10 +50,12 @@ class Bucket:
     Attributes:
       dtype: of all of them.
       leaves: in the order in which they lie in the buffer.
+      op: what they are reduced by, if the plan was made for several operations.
     """
 
     dtype: np.dtype[Any]
     leaves: tuple[Leaf, ...]
+    op: Any = None
 
     @property
     def nbytes(self) -> int:
@@ -82,30 +84,38 @@ class BucketPlan:
         """A line for each bucket and one for each leaf."""
         lines = []
         for i, bucket in enumerate(self.buckets):
-            lines.append(f"bucket {i}: {bucket.dtype}, {bucket.nbytes:,} bytes")
+            op = "" if bucket.op is None else f", {bucket.op}"
+            lines.append(f"bucket {i}: {bucket.dtype}{op}, {bucket.nbytes:,} bytes")
             lines += [f"  {leaf.path or '(the tree)'} {list(leaf.shape)}" for leaf in bucket.leaves]
         lines += [f"not reduced: {leaf.path}" for leaf in self.apart]
         return "\n".join(lines) or "no leaves"
 
 
 def plan_buckets(
-    tree: Any, bucket_bytes: int = BUCKET_BYTES, *, order: Order = reverse_order
+    tree: Any,
+    bucket_bytes: int = BUCKET_BYTES,
+    *,
+    order: Order = reverse_order,
+    op: Any = None,
 ) -> BucketPlan:
     """Plans the buckets of a tree.
 
-    Leaves are taken in their order, and put into the last bucket of their dtype if they fit, into a
-    new one else. So a bucket is of at most `bucket_bytes`, unless one leaf alone is larger.
+    Leaves are taken in their order, and put into the last bucket of their dtype and operation if
+    they fit, into a new one else. So a bucket is of at most `bucket_bytes`, unless one leaf alone
+    is larger.
 
     Args:
       tree: arrays, or anything with a shape and a dtype. None is no leaf.
       bucket_bytes: how large a bucket may become, at least 1.
       order: puts the paths of the leaves in the order in which their gradients become ready.
+      op: what the leaves are reduced by, or a tree of that like the tree or its upper part.
 
     Returns:
-      The plan; the same for trees of the same structure, shapes and dtypes.
+      The plan; the same for trees of the same structure, shapes and dtypes, and the same op.
 
     Raises:
-      ValueError: if bucket_bytes is less than 1, or order does not give each leaf once.
+      ValueError: if bucket_bytes is less than 1, order does not give each leaf once, or op is a
+        tree of another structure.
       TypeError: for a leaf that is no array.
 
     Example:
@@ -117,6 +127,11 @@ def plan_buckets(
       bucket 1: float32, 40 bytes
         ['c'] [4]
         ['a'] [2, 3]
+      >>> print(plan_buckets({"g": jnp.zeros(3), "amax": 1.0}, op={"g": "sum", "amax": "max"}))
+      bucket 0: float32, sum, 12 bytes
+        ['g'] [3]
+      bucket 1: float32, max, 4 bytes
+        ['amax'] []
     """
     if isinstance(bucket_bytes, bool) or not bucket_bytes >= 1:
         raise ValueError(f"bucket_bytes must be at least 1, got {bucket_bytes!r}")
@@ -125,9 +140,10 @@ def plan_buckets(
     ready = list(order(paths))
     if sorted(ready) != list(range(len(paths))):
         raise ValueError(f"order must give each of the {len(paths)} leaves once, got {ready}")
+    ops = _for_each_leaf(op, tree)
     buckets: list[list[Leaf]] = []
-    dtypes: list[np.dtype[Any]] = []
-    last: dict[np.dtype[Any], int] = {}
+    kinds: list[tuple[np.dtype[Any], Any]] = []
+    last: dict[tuple[np.dtype[Any], Any], int] = {}
     apart = []
     for index in ready:
         value = flat[index][1]
@@ -136,15 +152,32 @@ def plan_buckets(
         if dtype == jax.dtypes.float0:
             apart.append(leaf)
             continue
-        held = buckets[last[dtype]] if dtype in last else None
+        kind = (dtype, ops[index])
+        held = buckets[last[kind]] if kind in last else None
         total = sum(other.size for other in held or ()) + leaf.size
         if held is None or total * dtype.itemsize > bucket_bytes:
-            last[dtype] = len(buckets)
+            last[kind] = len(buckets)
             buckets.append([])
-            dtypes.append(dtype)
-        buckets[last[dtype]].append(leaf)
-    made = (Bucket(dtype, tuple(held)) for dtype, held in zip(dtypes, buckets, strict=True))
+            kinds.append(kind)
+        buckets[last[kind]].append(leaf)
+    made = (
+        Bucket(dtype, tuple(held), which)
+        for (dtype, which), held in zip(kinds, buckets, strict=True)
+    )
     return BucketPlan(tuple(made), tuple(apart))
+
+
+def _for_each_leaf(op: Any, tree: Any) -> list[Any]:
+    """The operations of the leaves, from one or a tree of them."""
+    if op is None or jax.tree_util.all_leaves([op]):
+        return [op] * len(jax.tree.leaves(tree))
+    try:
+        return list(jax.tree.leaves(jax.tree.broadcast(op, tree)))
+    except ValueError as error:
+        raise ValueError(
+            f"op must be one operation or a tree of them like {jax.tree.structure(tree)}, or like "
+            f"its upper part, got {op!r}: {error}"
+        ) from None
 
 
 def _type(path: str, value: Any) -> tuple[tuple[int, ...], np.dtype[Any]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
 import jax
@@ -35,7 +35,7 @@ def sync_gradients(
     axis_name: AxisName,
     *,
     bucket_bytes: int = BUCKET_BYTES,
-    op: Op = "mean",
+    op: Op | Mapping[Any, Any] | Sequence[Any] = "mean",
     algorithm: Algorithm = "auto",
     wire: Wire = None,
     reduce_dtype: Any = None,
@@ -60,7 +60,9 @@ def sync_gradients(
         types are checked (`check_vma=True`), all must vary over `axis_name`.
       axis_name: as `jax_ring.psum`.
       bucket_bytes: how large a bucket may become; one leaf may be larger.
-      op: "mean", "sum", "max", "min" or "prod".
+      op: "mean", "sum", "max", "min" or "prod"; or a tree of these, like grads or its upper part,
+        as in `op={"grads": "mean", "amax": "max"}`. Leaves of different ones are in different
+        buckets.
       algorithm: as `jax_ring.psum`, for every bucket.
       wire: as `jax_ring.psum`.
       reduce_dtype: as `jax_ring.psum`.
@@ -74,7 +76,7 @@ def sync_gradients(
     Raises:
       ValueError: if a leaf is the same on all ranks by its type, for then `jax.grad` has summed it
         over them already, or a `Shard`; if `deterministic` is asked for with an algorithm or a wire
-        that cannot be; otherwise as `jax_ring.all_reduce`.
+        that cannot be; if `op` is a tree that does not fit; otherwise as `jax_ring.all_reduce`.
 
     Complexity: one collective for each bucket.
 
@@ -88,21 +90,21 @@ def sync_gradients(
     """
     check_local("sync_gradients", grads, axis_name)
     leaves, tree = jax.tree.flatten(grads)
-    planned = plan_buckets(grads, bucket_limit(bucket_bytes), order=order)
+    planned = plan_buckets(grads, bucket_limit(bucket_bytes), order=order, op=op)
     if deterministic:
         algorithm = _deterministic(algorithm, wire, lax.axis_size(axis_name))
     reduce = functools.partial(
         all_reduce,
         axis_name=axis_name,
-        op=op,
         algorithm=algorithm,
         reduce_dtype=reduce_dtype,
     )
     result = list(leaves)
     for number, bucket in enumerate(planned.buckets):
         with jax.named_scope(f"bucket{number}"):  # What it is called in a profile.
-            reduced = reduce(_packed(bucket, leaves), wire=wire_of(bucket, wire))
-            for index, value in _unpacked(bucket, reduced):
+            buffer = pack(bucket, leaves)
+            reduced = reduce(buffer, op=bucket.op, wire=wire_of(bucket, wire))
+            for index, value in unpack(bucket, reduced):
                 result[index] = value
     synced: Tree = jax.tree.unflatten(tree, result)
     return synced
@@ -118,7 +120,7 @@ def wire_of(bucket: Bucket, wire: Wire) -> Wire:
     return wire if jnp.issubdtype(bucket.dtype, jnp.floating) else None
 
 
-def _packed(bucket: Bucket, leaves: list[Any]) -> Array:
+def pack(bucket: Bucket, leaves: Sequence[Any]) -> Array:
     """The leaves of a bucket in one buffer; a single leaf as it is."""
     values = [jnp.asarray(leaves[leaf.index]) for leaf in bucket.leaves]
     if len(values) == 1:
@@ -126,7 +128,8 @@ def _packed(bucket: Bucket, leaves: list[Any]) -> Array:
     return lax.concatenate([value.reshape(-1) for value in values], 0)
 
 
-def _unpacked(bucket: Bucket, buffer: Array) -> list[tuple[int, Array]]:
+def unpack(bucket: Bucket, buffer: Array) -> list[tuple[int, Array]]:
+    """The leaves of a bucket, each with its index in the tree."""
     if len(bucket.leaves) == 1:
         return [(bucket.leaves[0].index, buffer)]
     parts = cut(buffer, [leaf.size for leaf in bucket.leaves])

@@ -71,3 +71,21 @@ def test_bad_arguments():
         plan_buckets(TREE, order=lambda found: [0, 0, 1, 2])
     with pytest.raises(TypeError, match=r"leaf \['x'\] must be an array, got str"):
         plan_buckets({"x": "weights"})
+
+
+def test_one_operation_to_a_bucket():
+    plan = plan_buckets(TREE, op={"a": "sum", "b": "max", "c": "sum", "d": "max"})
+    assert paths(plan) == [["['d']", "['b']"], ["['c']", "['a']"]]
+    assert [bucket.op for bucket in plan.buckets] == ["max", "sum"]
+    upper = plan_buckets({"grads": TREE, "amax": f32()}, op={"grads": "mean", "amax": "max"})
+    assert [(bucket.op, len(bucket.leaves)) for bucket in upper.buckets] == [
+        ("mean", 4),
+        ("max", 1),
+    ]
+    assert plan_buckets({"a": None}, op={"a": "sum"}).buckets == ()
+
+
+@pytest.mark.parametrize("op", [{"a": "sum"}, ["sum"] * 4, {"a": {"more": "sum"}, "b": 1}])
+def test_operations_of_another_structure(op):
+    with pytest.raises(ValueError, match="op must be one operation or a tree of them like .*'a'"):
+        plan_buckets(TREE, op=op)

@@ -105,6 +105,26 @@ def test_what_cannot_be_deterministic():
             per_rank(f, N, [np.ones((N, 3), np.float32)])
 
 
+def test_an_operation_for_each_leaf():
+    ranks = np.arange(8, dtype=np.float32)
+    ops = {"g": "sum", "amax": "max"}
+    result = per_rank(lambda v: sync_gradients({"g": v, "amax": v}, "x", op=ops), 8, ranks)
+    assert (result["g"] == 28).all()
+    assert (result["amax"] == 7).all()
+    x = tree()
+    upper = {"state": "max", "grads": "mean"}
+    f = lambda v: sync_gradients({"grads": v, "state": [v]}, "x", op=upper)  # noqa: E731
+    result, wanted = per_rank(f, N, x), jax.tree.map(lambda v: v.max(0), x)
+    first = jax.tree.map(lambda v: v[0], result["state"][0])
+    assert jax.tree.all(jax.tree.map(same_bits, first, wanted))
+    assert same_bits(result["grads"]["w"][0], x["w"].mean(0))
+
+
+def test_an_operation_that_there_is_not():
+    with pytest.raises(ValueError, match="op must be .*'sum'.*got 'most'"):
+        per_rank(lambda v: sync_gradients({"a": v}, "x", op={"a": "most"}), N, np.ones(N))
+
+
 # Double reduction.
 
 
