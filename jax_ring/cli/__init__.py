@@ -8,6 +8,8 @@ from typing import Any
 
 import typer
 
+from jax_ring.cli.bench import bench
+from jax_ring.cli.mistakes import INTERRUPTED, MISTAKEN
 from jax_ring.cli.plan import plan
 from jax_ring.cli.run import run
 from jax_ring.cli.show import show
@@ -16,8 +18,9 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     add_completion=False,
     rich_markup_mode=None,
-    help="Collectives as your own program: plan them, look at them.",
+    help="Collectives as your own program: plan them, look at them, measure them.",
 )
+app.command()(bench)
 app.command()(plan)
 app.command()(run)
 app.command()(show)
@@ -38,7 +41,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except _UsageError as error:
         text = " ".join(error.format_message().split())
         print(f"jax-ring: {text} See jax-ring --help.", file=sys.stderr)
-        sys.exit(2)
+        sys.exit(MISTAKEN)
     except typer.Abort:
-        sys.exit(130)
+        sys.exit(INTERRUPTED)
     sys.exit(status)
