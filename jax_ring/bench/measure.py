@@ -200,7 +200,12 @@ class Bench:
 
     # --- programs ---
 
-    def _collective(self, case: Case) -> Callable[[jax.Array], jax.Array]:
+    def collective(self, case: Case) -> Callable[[jax.Array], jax.Array]:
+        """The call of a case on one rank, where `AXIS` is bound.
+
+        Raises:
+          ValueError: if lax is to do what it cannot.
+        """
         kind, op = self.operands.kind, self.operands.op
         if case.algorithm == LAX:
             if kind is Kind.ALL_GATHER:
@@ -225,7 +230,7 @@ class Bench:
     def _mapped(self, case: Case) -> Callable[[jax.Array], jax.Array]:
         # Every rank's result is kept, so that every rank's is checked.
         mapped: Callable[[jax.Array], jax.Array] = jax.shard_map(
-            self._collective(case),
+            self.collective(case),
             mesh=self.mesh,
             in_specs=P(AXIS),
             out_specs=P(AXIS),

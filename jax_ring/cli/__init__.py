@@ -9,6 +9,7 @@ from typing import Any
 import typer
 
 from jax_ring.cli.bench import bench
+from jax_ring.cli.doctor import doctor
 from jax_ring.cli.mistakes import INTERRUPTED, MISTAKEN
 from jax_ring.cli.plan import plan
 from jax_ring.cli.run import run
@@ -21,6 +22,7 @@ app = typer.Typer(
     help="Collectives as your own program: plan them, look at them, measure them.",
 )
 app.command()(bench)
+app.command()(doctor)
 app.command()(plan)
 app.command()(run)
 app.command()(show)

@@ -30,7 +30,7 @@ def all_ranks(devices: int | None) -> Mesh:
       devices: how many to use in each process; None for all.
 
     Raises:
-      ValueError: if there are fewer.
+      ValueError: if there are fewer, or JAX does not start.
 
     Example:
       >>> all_ranks(None).size
@@ -39,9 +39,10 @@ def all_ranks(devices: int | None) -> Mesh:
     if devices is not None:
         _ask_for(devices)
     join_processes()
+    everywhere = _started()
     chosen = []
     for process in range(jax.process_count()):
-        found = [d for d in jax.devices() if d.process_index == process]
+        found = [d for d in everywhere if d.process_index == process]
         if devices is not None and len(found) < devices:
             raise ValueError(
                 f"--devices {devices}: process {process} has {len(found)} {found[0].platform} "
@@ -49,6 +50,16 @@ def all_ranks(devices: int | None) -> Mesh:
             )
         chosen += found[:devices]
     return Mesh(chosen, AXIS)
+
+
+def _started() -> list[jax.Device]:
+    """The devices of all processes."""
+    try:
+        return jax.devices()
+    except (RuntimeError, AssertionError) as error:
+        platforms = os.environ.get("JAX_PLATFORMS")
+        why = str(error) or f"nothing answers for JAX_PLATFORMS={platforms}"
+        raise ValueError(f"JAX does not start ({why}); jax-ring doctor says more") from error
 
 
 def _ask_for(devices: int) -> None:

@@ -118,13 +118,14 @@ def test_sweeping_lets_go_of_programs_and_tells_its_progress():
     assert told == steps * 2
 
 
+SUMS = [("sum", dtype) for dtype in ("float32", "bfloat16", "float16", "int8", "int32", "uint8")]
+OTHERS = [(op, dtype) for op in ("prod", "max") for dtype in ("float16", "int8")]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "int8", "int32", "uint8"])
-@pytest.mark.parametrize("op", ["sum", "prod", "max", "min", "mean"])
-def test_every_dtype_and_op_is_right_by_every_algorithm(dtype, op):
-    if op == "mean" and "int" in dtype:
-        pytest.skip("a mean is for floats")
-    one = bench(Kind.ALL_REDUCE, 8, op, dtype)
+@pytest.mark.parametrize(("op", "dtype"), [*SUMS, *OTHERS, ("min", "uint8"), ("mean", "bfloat16")])
+def test_every_dtype_and_op_is_right_by_every_algorithm(op, dtype):
+    one = bench(Kind.ALL_REDUCE, 4, op, dtype)
     cases = [Case.parse(name, Kind.ALL_REDUCE) for name in schedules.FAMILIES]
     for m in one.measure(cases, 1000, Rounds(1, 0), in_place=False):
         assert m.out_of_place.wrong == 0, m.case
