@@ -28,7 +28,7 @@ from jax_ring import collectives, hosts
 from jax_ring.bench.operands import Operands
 from jax_ring.explanation import explain
 from jax_ring.schedules import Kind, Schedule
-from jax_ring.schedules.families import names
+from jax_ring.schedules.families import make, names
 
 AXIS = "ranks"
 LAX = "psum"
@@ -260,7 +260,14 @@ class Bench:
         if isinstance(case.algorithm, Schedule):
             return case.name
         found = explain(self._mapped(case), self._shape(count)).collectives
-        return found[0].algorithm if found else "none"
+        if not found:
+            return "none"
+        name, steps = found[0].algorithm, found[0].steps
+        if name != "ring" or not steps:
+            return name
+        # What "auto" cuts into segments has a multiple of the ring's steps.
+        parts = steps // make(name, self.operands.kind, self.ranks).rounds
+        return name if parts == 1 else f"{name} of {parts} segments"
 
     def forget(self) -> None:
         """Lets go of the compiled programs."""
@@ -423,6 +430,8 @@ def sweep(
     sizes: Sequence[int],
     rounds: Rounds,
     progress: Progress = lambda what: None,
+    *,
+    in_place: bool = True,
 ) -> Iterator[Measurement]:
     """Measures all cases at one size after the other.
 
@@ -432,6 +441,7 @@ def sweep(
       sizes: bytes of the larger buffer of a rank.
       rounds: as `Bench.measure`.
       progress: as `Bench.measure`.
+      in_place: as `Bench.measure`.
 
     Yields:
       The measurements of the first size, then those of the next.
@@ -450,5 +460,5 @@ def sweep(
       8192 ring 0
     """
     for nbytes in sizes:
-        yield from bench.measure(cases, nbytes, rounds, progress=progress)
+        yield from bench.measure(cases, nbytes, rounds, in_place=in_place, progress=progress)
         bench.forget()

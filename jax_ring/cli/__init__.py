@@ -14,18 +14,20 @@ from jax_ring.cli.mistakes import INTERRUPTED, MISTAKEN
 from jax_ring.cli.plan import plan
 from jax_ring.cli.run import run
 from jax_ring.cli.show import show
+from jax_ring.cli.tune import tune
 
 app = typer.Typer(
     pretty_exceptions_enable=False,
     add_completion=False,
     rich_markup_mode=None,
-    help="Collectives as your own program: plan them, look at them, measure them.",
+    help="Collectives as your own program: plan, look at, measure, tune.",
 )
 app.command()(bench)
 app.command()(doctor)
 app.command()(plan)
 app.command()(run)
 app.command()(show)
+app.command()(tune)
 
 # The base of all errors of usage. It belongs to click, which newer versions of typer contain.
 _UsageError: Any = typer.BadParameter.__mro__[1]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import math
 import pathlib
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -25,7 +24,8 @@ from jax_ring.bench.report import Report
 from jax_ring.bench.surroundings import load, surroundings
 from jax_ring.cli.devices import Devices, all_ranks, is_first_process
 from jax_ring.cli.mistakes import FAILED, mistakes_of_the_user, read
-from jax_ring.cli.units import format_size, parse_dtype, parse_size
+from jax_ring.cli.sizes import sizes_from
+from jax_ring.cli.units import format_size, parse_dtype
 from jax_ring.schedules import Kind
 from jax_ring.schedules.draw import check_plot
 
@@ -101,7 +101,7 @@ def bench(
     with mistakes_of_the_user("bench"):
         name, itemsize = read("--datatype", parse_dtype, dtype)
         _check_dtype(name)
-        sizes = _sizes(begin, end, factor, step)
+        sizes = sizes_from(begin, end, factor, step)
         rounds = _rounds(iters, warmup, together, check)
         cases = _cases(collective, algorithm, wire, compare)
         op = "mean" if op == "avg" else op
@@ -121,24 +121,6 @@ def bench(
 
 
 # --- what was asked for ---------------------------------------------------------------------------
-
-
-def _sizes(begin: str, end: str, factor: float, step: str | None) -> list[int]:
-    """The sizes from the first to the last."""
-    smallest, largest = read("-b", parse_size, begin), read("-e", parse_size, end)
-    if not 0 < smallest <= largest:
-        raise ValueError(f"-b must be above 0 and at most -e, got {begin} and {end}")
-    if step is not None:
-        by = read("-i", parse_size, step)
-        if by < 1:
-            raise ValueError(f"-i must be at least 1 byte, got {step}")
-        return list(range(smallest, largest + 1, by))
-    if not 1 < factor < math.inf:
-        raise ValueError(f"-f must be above 1, got {factor:g}")
-    sizes = [smallest]
-    while (following := max(round(sizes[-1] * factor), sizes[-1] + 1)) <= largest:
-        sizes.append(following)
-    return sizes
 
 
 def _check_dtype(name: str) -> None:

@@ -1,12 +1,16 @@
 """Measuring: quantities, cases, and that what is wrong is seen."""
 
+import dataclasses
+import tempfile
+
 import jax
 import numpy as np
 import pytest
 
-from jax_ring import schedules
+from jax_ring import choose, schedules
 from jax_ring.bench.measure import AXIS, Bench, Case, Rounds, Timing, busbw_factor, elements, sweep
 from jax_ring.bench.operands import Operands
+from jax_ring.config import config
 from jax_ring.schedules import Kind, Op, Schedule, Step
 
 ONCE = Rounds(iters=2, warmup=0)
@@ -89,6 +93,17 @@ def test_a_wrong_algorithm_is_found_out(monkeypatch):
     (found,) = bench(Kind.ALL_REDUCE).measure([Case("broken", broken)], 4096, ONCE)
     assert found.out_of_place.wrong > 1500  # Of 2 x 1024: some values are their own sum.
     assert found.chosen == "broken"
+
+
+def test_segments_of_a_ring_are_told():
+    small = dataclasses.replace(choose.LINKS["cpu"], alpha=0.0, spills=((64, 50.0),))
+    with config(tuning=None):
+        assert bench(Kind.ALL_REDUCE, 4).chosen(Case("ring", "ring"), 1024) == "ring"
+    with tempfile.TemporaryDirectory() as folder:
+        choose.save_tuning(f"{folder}/t.json", {"cpu": small})
+        with config(tuning=f"{folder}/t.json"):
+            chosen = bench(Kind.ALL_REDUCE, 4).chosen(Case("auto", "auto"), 1024)
+    assert chosen == "ring of 16 segments"
 
 
 def test_cases_take_turns():

@@ -13,7 +13,6 @@ from typer.testing import CliRunner
 
 from jax_ring.bench.operands import Operands
 from jax_ring.cli import app
-from jax_ring.cli.bench import _sizes
 
 jax.devices()  # Starts JAX with the devices of all tests, before --devices asks for fewer.
 QUICK = "-n 2 -w 0 -b 4K -e 8K"
@@ -77,13 +76,6 @@ def test_one_rank_is_told_how_to_get_more():
     result = run("bench --devices 1 -n 1 -w 0 -b 4 -e 4")
     assert result.exit_code == 0
     assert "# one rank has nobody to talk to: see --devices, or jax-ring run" in result.stdout
-
-
-def test_sizes():
-    assert _sizes("4K", "64K", 4, None) == [4096, 16384, 65536]
-    assert _sizes("4K", "10K", 2, None) == [4096, 8192]
-    assert _sizes("1", "4", 1.1, None) == [1, 2, 3, 4]
-    assert _sizes("1K", "4K", 2, "1K") == [1024, 2048, 3072, 4096]
 
 
 @pytest.mark.parametrize(
