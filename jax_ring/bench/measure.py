@@ -32,6 +32,7 @@ from jax_ring.schedules.families import make, names
 
 AXIS = "ranks"
 LAX = "psum"
+BY_HOSTS = ("hierarchical", "host_ring")  # All-reduces that fit which ranks share a process.
 LAX_OPS: dict[Kind, dict[str, Callable[..., Any]]] = {
     Kind.ALL_REDUCE: {"sum": lax.psum, "max": lax.pmax, "min": lax.pmin, "mean": lax.pmean},
     Kind.REDUCE_SCATTER: {"sum": functools.partial(lax.psum_scatter, tiled=True)},
@@ -71,7 +72,7 @@ class Case:
         """
         algorithm, plus, own = text.strip().partition("+")
         algorithm = LAX if algorithm in ("xla", "lax") else algorithm
-        by_hosts = ("hierarchical", "host_ring") if kind is Kind.ALL_REDUCE else ()
+        by_hosts = BY_HOSTS if kind is Kind.ALL_REDUCE else ()
         known = ("auto", *names(kind), *by_hosts, LAX)
         if algorithm not in known:
             raise ValueError(f"no {kind.value} {algorithm!r}: there are {', '.join(known)}")

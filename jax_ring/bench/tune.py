@@ -22,7 +22,6 @@ import numpy as np
 import numpy.typing as npt
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh
-from scipy.optimize import nnls  # type: ignore[import-untyped]
 
 from jax_ring import choose
 from jax_ring.bench.measure import AXIS, Bench, Case, Measurement, Progress, Rounds, sweep
@@ -148,6 +147,8 @@ def _column(samples: Sequence[Sample], link: Link) -> Floats:
 
 def _solve(columns: Sequence[Floats]) -> tuple[list[float], float]:
     """Prices, none negative, and what is left: columns times prices shall be 1."""
+    from scipy.optimize import nnls  # type: ignore[import-untyped]  # Slow to import.
+
     scales = [max(float(column.max()), 1e-300) for column in columns]
     matrix = np.stack([c / s for c, s in zip(columns, scales, strict=True)], axis=1)
     prices, left = nnls(matrix, np.ones(len(matrix)))

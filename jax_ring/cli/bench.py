@@ -22,6 +22,7 @@ from jax_ring.bench.measure import Bench, Case, Rounds, sweep
 from jax_ring.bench.operands import OPS, Operands
 from jax_ring.bench.report import Report
 from jax_ring.bench.surroundings import load, surroundings
+from jax_ring.cli import completion
 from jax_ring.cli.devices import Devices, all_ranks, is_first_process
 from jax_ring.cli.mistakes import FAILED, mistakes_of_the_user, read
 from jax_ring.cli.sizes import sizes_from
@@ -55,13 +56,24 @@ def bench(
     ] = 1,
     collective: Annotated[Kind, typer.Option(help="what is measured")] = Kind.ALL_REDUCE,
     algorithm: Annotated[
-        str | None, typer.Option(help="auto (the default), ring, ..., or psum for lax's own")
+        str | None,
+        typer.Option(
+            help="auto (the default), ring, ..., or psum for lax's own",
+            autocompletion=completion.algorithms_to_measure,
+        ),
     ] = None,
     wire: Annotated[
-        str | None, typer.Option(help="what chunks travel as, such as bfloat16 or int8")
+        str | None,
+        typer.Option(
+            help="what chunks travel as, such as bfloat16 or int8", autocompletion=completion.wires
+        ),
     ] = None,
     compare: Annotated[
-        str | None, typer.Option(help="algorithms in turns with it, such as psum,ring,direct+int8")
+        str | None,
+        typer.Option(
+            help="algorithms in turns with it, such as psum,ring,direct+int8",
+            autocompletion=completion.lists_of_algorithms,
+        ),
     ] = None,
     devices: Devices = None,
     json_file: Annotated[
@@ -78,7 +90,7 @@ def bench(
         pathlib.Path | None, typer.Option(help="then profile some calls into this folder")
     ] = None,
 ) -> None:
-    """Measures a collective at many sizes, and checks its results, in the manner of nccl-tests.
+    """Measures and checks a collective, as nccl-tests does.
 
     The options, columns and bandwidths are those of all_reduce_perf. A time is the median over the
     calls; the spread what lies between their 10th and 90th percentile. Algorithms are called in

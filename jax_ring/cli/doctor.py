@@ -18,7 +18,9 @@ def doctor(
     devices: Devices = None,
     as_json: Annotated[bool, typer.Option("--json", help="print JSON, for a bug report")] = False,
 ) -> None:
-    """Looks at the installation and the devices, tests every algorithm, and says what to do.
+    """Says what is installed, what works, and what to do.
+
+    Every algorithm is run once on the devices, and its result compared with NumPy.
 
     The exit status is 1 if something is broken. A GPU, a native module or a tuning file that is not
     there is no failure: it is said what it would bring.

@@ -15,6 +15,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from jax_ring.cli import completion
 from jax_ring.cli.mistakes import mistakes_of_the_user, read
 from jax_ring.cli.units import (
     format_bandwidth,
@@ -40,7 +41,11 @@ def plan(
         "float32"
     ),
     topology: Annotated[
-        str | None, typer.Option(help=f"a JSON file, or a name like {', '.join(PRESETS)}")
+        str | None,
+        typer.Option(
+            help=f"a JSON file, or a name like {', '.join(PRESETS)}",
+            autocompletion=completion.topologies,
+        ),
     ] = None,
     alpha: Annotated[
         str | None, typer.Option(help="time per message in the model; without a topology, 5us")
@@ -50,7 +55,10 @@ def plan(
     ] = None,
     kind: Annotated[Kind, typer.Option(help="the collective")] = Kind.ALL_REDUCE,
     wire: Annotated[
-        str | None, typer.Option(help="what chunks travel as, such as bfloat16 or int8")
+        str | None,
+        typer.Option(
+            help="what chunks travel as, such as bfloat16 or int8", autocompletion=completion.wires
+        ),
     ] = None,
     straggler: Annotated[
         list[str] | None, typer.Option(help="RANK:TIME, a rank that begins late; may be repeated")

@@ -43,7 +43,7 @@ def tune(
     devices: Devices = None,
     as_json: Annotated[bool, typer.Option("--json", help="print JSON instead of tables")] = False,
 ) -> None:
-    """Measures what communication costs here, and writes a tuning file, which "auto" reads.
+    """Measures what links cost, for algorithm="auto".
 
     Every algorithm is timed at every size, inside of a process and, if there are several, across
     them. The prices per step and per byte follow by least squares. Then "auto" is measured with
