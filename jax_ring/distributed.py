@@ -124,6 +124,22 @@ def find(
     return Place(where or _coordinator(environment, source, processes), processes, process, source)
 
 
+def launched(environment: Mapping[str, str] = os.environ) -> bool:
+    """Whether a launcher says that this is one of several processes.
+
+    Args:
+      environment: as `find`.
+
+    Raises:
+      ValueError: as `find`.
+
+    Example:
+      >>> launched({"PMI_SIZE": "4", "PMI_RANK": "1"}), launched({"PMI_SIZE": "1", "PMI_RANK": "0"})
+      (True, False)
+    """
+    return any(processes > 1 for processes, _ in _said(environment).values())
+
+
 def _said(environment: Mapping[str, str]) -> dict[str, tuple[int, int]]:
     """Processes and process, by each launcher that says them."""
     said = {}

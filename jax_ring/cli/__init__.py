@@ -4,23 +4,62 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from typing import Any
+from typing import Annotated, Any
 
 import typer
 
+import jax_ring
+from jax_ring.cli.bench import bench
+from jax_ring.cli.doctor import doctor
+from jax_ring.cli.mistakes import INTERRUPTED, MISTAKEN
 from jax_ring.cli.plan import plan
 from jax_ring.cli.run import run
 from jax_ring.cli.show import show
+from jax_ring.cli.tune import tune
 
-app = typer.Typer(
-    pretty_exceptions_enable=False,
-    add_completion=False,
-    rich_markup_mode=None,
-    help="Collectives as your own program: plan them, look at them.",
-)
+
+def _tell_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"jax-ring {jax_ring.__version__}")
+        raise typer.Exit
+
+
+app = typer.Typer(pretty_exceptions_enable=False, rich_markup_mode=None)
+
+
+@app.callback()
+def _jax_ring(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_tell_version, is_eager=True, help="and exit")
+    ] = False,
+) -> None:
+    """Collectives as your own program: plan them, look at them, measure them.
+
+    \b
+    Examples:
+      jax-ring doctor                       what is installed, what works, what to do
+      jax-ring bench --devices 8            nccl-tests for JAX
+      jax-ring show ring -n 4               an algorithm, step by step
+      jax-ring plan -n 4096 --size 1GB --topology nvlink8+ib
+      jax-ring run -n 4 -- python train.py
+      jax-ring --install-completion         for the shell that this is typed in
+
+    \b
+    Exit status:
+      0    all is well
+      1    a result is wrong, a self-test or a device failed
+      2    a mistake in the command line or in the environment
+      130  interrupted
+      run has that of the first process that failed
+    """  # noqa: D301  (\b keeps the lines apart in the help.)
+
+
+app.command()(bench)
+app.command()(doctor)
 app.command()(plan)
 app.command()(run)
 app.command()(show)
+app.command()(tune)
 
 # The base of all errors of usage. It belongs to click, which newer versions of typer contain.
 _UsageError: Any = typer.BadParameter.__mro__[1]
@@ -38,7 +77,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except _UsageError as error:
         text = " ".join(error.format_message().split())
         print(f"jax-ring: {text} See jax-ring --help.", file=sys.stderr)
-        sys.exit(2)
+        sys.exit(MISTAKEN)
     except typer.Abort:
-        sys.exit(130)
+        sys.exit(INTERRUPTED)
     sys.exit(status)

@@ -9,13 +9,14 @@ import pathlib
 import re
 import sys
 from collections.abc import Callable, Sequence
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.table import Table
 
-from jax_ring.cli.mistakes import mistakes_of_the_user
+from jax_ring.cli import completion
+from jax_ring.cli.mistakes import mistakes_of_the_user, read
 from jax_ring.cli.units import (
     format_bandwidth,
     format_seconds,
@@ -32,8 +33,6 @@ from jax_ring.schedules.topology import PRESETS, Topology, get
 _WIDTH = 160  # Of a table that is not shown on a terminal.
 _PER_DECADE = 4  # Sizes of a plot.
 
-T = TypeVar("T")
-
 
 def plan(
     ranks: Annotated[int, typer.Option("--ranks", "-n", help="how many take part")],
@@ -42,7 +41,11 @@ def plan(
         "float32"
     ),
     topology: Annotated[
-        str | None, typer.Option(help=f"a JSON file, or a name like {', '.join(PRESETS)}")
+        str | None,
+        typer.Option(
+            help=f"a JSON file, or a name like {', '.join(PRESETS)}",
+            autocompletion=completion.topologies,
+        ),
     ] = None,
     alpha: Annotated[
         str | None, typer.Option(help="time per message in the model; without a topology, 5us")
@@ -52,7 +55,10 @@ def plan(
     ] = None,
     kind: Annotated[Kind, typer.Option(help="the collective")] = Kind.ALL_REDUCE,
     wire: Annotated[
-        str | None, typer.Option(help="what chunks travel as, such as bfloat16 or int8")
+        str | None,
+        typer.Option(
+            help="what chunks travel as, such as bfloat16 or int8", autocompletion=completion.wires
+        ),
     ] = None,
     straggler: Annotated[
         list[str] | None, typer.Option(help="RANK:TIME, a rank that begins late; may be repeated")
@@ -88,8 +94,8 @@ def plan(
       jax-ring plan -n 64 --size 1GB --bandwidth 100Gbit/s --plot times.png
     """  # noqa: D301  (\b keeps the lines apart in the help.)
     with mistakes_of_the_user("plan"):
-        name, itemsize = _read("--dtype", parse_dtype, dtype)
-        nbytes = _read("--size", parse_size, size)
+        name, itemsize = read("--dtype", parse_dtype, dtype)
+        nbytes = read("--size", parse_size, size)
         cluster = get(topology, ranks) if topology else None
         planner = Planner(
             ranks,
@@ -117,18 +123,18 @@ def plan(
 
 def _alpha(text: str | None, cluster: Topology | None) -> float | None:
     if text is not None:
-        return _read("--alpha", parse_seconds, text)
+        return read("--alpha", parse_seconds, text)
     return None if cluster else 5e-6
 
 
 def _bandwidth(text: str | None, cluster: Topology | None) -> float | None:
     if text is None and cluster is None:
         raise ValueError("give a --topology, or a --bandwidth such as 400GB/s")
-    return None if text is None else _read("--bandwidth", parse_bandwidth, text)
+    return None if text is None else read("--bandwidth", parse_bandwidth, text)
 
 
 def _gamma(text: str | None) -> float:
-    return 1 / _read("--reduce-bandwidth", parse_bandwidth, text) if text is not None else 0.0
+    return 1 / read("--reduce-bandwidth", parse_bandwidth, text) if text is not None else 0.0
 
 
 def _by_rank(
@@ -140,15 +146,8 @@ def _by_rank(
         rank, colon, value = text.partition(":")
         if not colon or not rank.isdecimal():
             raise ValueError(f"{option} must be RANK:VALUE, such as 3:2, got {text!r}")
-        result[int(rank)] = _read(option, parse, value)
+        result[int(rank)] = read(option, parse, value)
     return result
-
-
-def _read(option: str, parse: Callable[[str], T], text: str) -> T:
-    try:
-        return parse(text)
-    except ValueError as error:
-        raise ValueError(f"{option}: {error}") from None
 
 
 def _as_json(result: Plan, settings: dict[str, Any]) -> dict[str, Any]:

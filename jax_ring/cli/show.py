@@ -9,6 +9,7 @@ from typing import Annotated
 
 import typer
 
+from jax_ring.cli import completion
 from jax_ring.cli.mistakes import mistakes_of_the_user
 from jax_ring.schedules import Kind, Schedule, hierarchical, ring
 from jax_ring.schedules.draw import draw, draw_text
@@ -18,7 +19,13 @@ HIERARCHICAL = "hierarchical"
 
 
 def show(
-    algorithm: Annotated[str, typer.Argument(help="its name, such as ring or hierarchical")],
+    algorithm: Annotated[
+        str,
+        typer.Argument(
+            help="its name, such as ring or hierarchical",
+            autocompletion=completion.algorithms_to_show,
+        ),
+    ],
     ranks: Annotated[int, typer.Option("--ranks", "-n", help="how many take part")],
     kind: Annotated[Kind, typer.Option(help="the collective")] = Kind.ALL_REDUCE,
     channels: Annotated[

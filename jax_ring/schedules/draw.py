@@ -462,38 +462,98 @@ def plot_times(
       >>> with tempfile.TemporaryDirectory() as folder:
       ...     plot_times(curves, sizes, f"{folder}/times.svg")
     """
-    _check_suffix(path)
+    result, axes = _plot(curves, sizes, path, title, "time", "s", "log")
+    _draw_envelope(axes, curves, sizes)
+    _save(result, path)
+
+
+def plot_bandwidths(
+    curves: Mapping[str, Sequence[float]],
+    sizes: Sequence[int],
+    path: str | pathlib.Path,
+    *,
+    title: str = "Bus bandwidth",
+) -> None:
+    """Plots bandwidths against size, as measured.
+
+    Args:
+      curves: for each algorithm its bytes per second for each size.
+      sizes: as `plot_times`.
+      path: as `plot_times`.
+      title: what is above the plot.
+
+    Raises:
+      ValueError: as `plot_times`.
+      ImportError: if matplotlib is not installed.
+
+    Example:
+      >>> import tempfile
+      >>> with tempfile.TemporaryDirectory() as folder:
+      ...     plot_bandwidths({"ring": [1e9, 2e9]}, [4096, 8192], f"{folder}/bandwidth.svg")
+    """
+    result, axes = _plot(curves, sizes, path, title, "bus bandwidth", "B/s", "linear")
+    axes.set_ylim(0)
+    axes.set_position((0.11, 0.12, 0.64, 0.79))  # Bandwidths are long words.
+    _save(result, path)
+
+
+def _plot(
+    curves: Mapping[str, Sequence[float]],
+    sizes: Sequence[int],
+    path: str | pathlib.Path,
+    title: str,
+    what: str,
+    unit: str,
+    scale: str,
+) -> tuple[Figure, Axes]:
+    """Curves over sizes, their axes and their legend."""
+    check_plot(path)
     _check_curves(curves, sizes)
-    _check_matplotlib()
     from matplotlib.figure import Figure
 
     result = Figure(figsize=(9.5, 5), facecolor="white")
-    axes = result.add_axes((0.09, 0.12, 0.66, 0.79), xscale="log", yscale="log")
+    axes = result.add_axes((0.09, 0.12, 0.66, 0.79), xscale="log", yscale=scale)
     axes.set_xlim(sizes[0], sizes[-1])
     _draw_curves(axes, curves, sizes)
-    _draw_envelope(axes, curves, sizes)
     axes.set_xlabel("size of the buffer", color=_INK)
-    axes.set_ylabel("time", color=_INK)
+    axes.set_ylabel(what, color=_INK)
     axes.xaxis.set_major_formatter(lambda value, _: _si(value, "B"))
-    axes.yaxis.set_major_formatter(lambda value, _: _si(value, "s"))
+    axes.yaxis.set_major_formatter(lambda value, _: _si(value, unit))
     axes.minorticks_off()
     axes.grid(color="#d0d7de", linewidth=0.6)
     axes.spines[["top", "right"]].set_visible(False)
     axes.set_title(title, size=12.5, weight="bold", color=_INK, loc="left")
     axes.legend(loc="upper left", bbox_to_anchor=(1.02, 1.0), frameon=False, handlelength=3)
-    _save(result, path)
+    return result, axes
+
+
+def check_plot(path: str | pathlib.Path) -> None:
+    """Raises what the plots raise if they could not draw into a path, before there is anything.
+
+    Args:
+      path: as `plot_times`.
+
+    Raises:
+      ValueError: if the suffix is none that can be drawn.
+      ImportError: if matplotlib is not installed.
+
+    Example:
+      >>> check_plot("times.svg")
+    """
+    _check_suffix(path)
+    _check_matplotlib()
 
 
 def _check_curves(curves: Mapping[str, Sequence[float]], sizes: Sequence[int]) -> None:
     if not curves:
-        raise ValueError("plot_times: there is no curve to plot")
+        raise ValueError("there is no curve to plot")
     if len(sizes) < 2 or any(a >= b for a, b in itertools.pairwise(sizes)):
-        raise ValueError(f"plot_times: sizes must increase, got {list(sizes)}")
+        raise ValueError(f"sizes must increase, got {list(sizes)}")
     for name, values in [("sizes", sizes), *curves.items()]:
         if len(values) != len(sizes):
-            raise ValueError(f"plot_times: {name} has {len(values)} times for {len(sizes)} sizes")
+            raise ValueError(f"{name} has {len(values)} values for {len(sizes)} sizes")
         if min(values) <= 0:
-            raise ValueError(f"plot_times: {name} must be positive, got {min(values)}")
+            raise ValueError(f"{name} must be positive, got {min(values)}")
 
 
 def fastest(curves: Mapping[str, Sequence[float]]) -> list[str]:
@@ -571,6 +631,8 @@ def _si(value: float, unit: str) -> str:
       >>> _si(4.8e6, "B"), _si(1e-5, "s")
       ('4.8 MB', '10 µs')
     """
+    if not value:
+        return f"0 {unit}"
     value = float(f"{value:.3g}")
     exponent = min(max(math.floor(math.log10(value) / 3 + 1e-9), -4), 4)
     prefix = "pnµm kMGT"[exponent + 4].strip()

@@ -24,7 +24,14 @@ from jax_ring.schedules import (
     ring_all_gather,
     ring_reduce_scatter,
 )
-from jax_ring.schedules.draw import crossings, draw, draw_text, figure, plot_times
+from jax_ring.schedules.draw import (
+    crossings,
+    draw,
+    draw_text,
+    figure,
+    plot_bandwidths,
+    plot_times,
+)
 from jax_ring.schedules.families import make
 
 EACH = [(name, kind) for name, made in FAMILIES.items() for kind in made]
@@ -283,6 +290,13 @@ def test_the_plot_names_curves_and_crossings(tmp_path):
     assert {"10 kB", "1 GB", "100 µs"} < set(found)
 
 
+def test_the_plot_of_bandwidths_names_curves_and_units(tmp_path):
+    curves = {"ring": [1e9, 2e9, 4e9], "psum": [2e9, 3e9, 4e9]}
+    plot_bandwidths(curves, [1 << 10, 1 << 15, 1 << 20], tmp_path / "b.svg", title="8 ranks")
+    found = words(tmp_path / "b.svg")
+    assert {"8 ranks", "ring", "psum", "bus bandwidth", "0 B/s", "4 GB/s", "100 kB"} < set(found)
+
+
 def test_the_same_curves_give_the_same_file(tmp_path):
     first, second = tmp_path / "first.svg", tmp_path / "second.svg"
     for path in (first, second):
@@ -296,7 +310,7 @@ def test_the_same_curves_give_the_same_file(tmp_path):
         ({}, [1, 2], "no curve"),
         ({"a": [1.0, 2.0]}, [2, 1], r"sizes must increase, got \[2, 1\]"),
         ({"a": [1.0]}, [1], "sizes must increase"),
-        ({"a": [1.0, 2.0, 3.0]}, [1, 2], "a has 3 times for 2 sizes"),
+        ({"a": [1.0, 2.0, 3.0]}, [1, 2], "a has 3 values for 2 sizes"),
         ({"a": [1.0, 0.0]}, [1, 2], "a must be positive, got 0.0"),
         ({"a": [1.0, 2.0]}, [0, 2], "sizes must be positive, got 0"),
     ],

@@ -1,0 +1,1 @@
+"""What `jax-ring bench`, `jax-ring tune` and `jax-ring doctor` measure and check with."""

@@ -1,0 +1,89 @@
+"""Which devices a command runs on: how many, in this process and in others."""
+
+from __future__ import annotations
+
+import os
+from typing import Annotated
+
+import jax
+import typer
+from jax.sharding import Mesh
+
+from jax_ring import distributed
+from jax_ring.bench.measure import AXIS
+from jax_ring.launch import DEVICE_COUNT
+
+Devices = Annotated[
+    int | None,
+    typer.Option(
+        help="how many to use in each process, by default all there are; on CPU as many are made"
+    ),
+]
+
+
+def all_ranks(devices: int | None) -> Mesh:
+    """A mesh of one axis, `AXIS`, over the devices of all processes.
+
+    Joins the other processes first, if a launcher says that there are any.
+
+    Args:
+      devices: how many to use in each process; None for all.
+
+    Raises:
+      ValueError: if there are fewer, or JAX does not start.
+
+    Example:
+      >>> all_ranks(None).size
+      8
+    """
+    if devices is not None:
+        _ask_for(devices)
+    join_processes()
+    everywhere = _started()
+    chosen = []
+    for process in range(jax.process_count()):
+        found = [d for d in everywhere if d.process_index == process]
+        if devices is not None and len(found) < devices:
+            raise ValueError(
+                f"--devices {devices}: process {process} has {len(found)} {found[0].platform} "
+                "devices; their number is fixed once JAX has started"
+            )
+        chosen += found[:devices]
+    return Mesh(chosen, AXIS)
+
+
+def _started() -> list[jax.Device]:
+    """The devices of all processes."""
+    try:
+        return jax.devices()
+    except (RuntimeError, AssertionError) as error:
+        platforms = os.environ.get("JAX_PLATFORMS")
+        why = str(error) or f"nothing answers for JAX_PLATFORMS={platforms}"
+        raise ValueError(f"JAX does not start ({why}); jax-ring doctor says more") from error
+
+
+def _ask_for(devices: int) -> None:
+    """Sets the number of CPU devices, which counts if JAX has not started yet."""
+    if devices < 1:
+        raise ValueError(f"--devices must be at least 1, got {devices}")
+    flag = f"{DEVICE_COUNT}={devices}"  # The last of two like flags counts.
+    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flag}".strip()
+
+
+def join_processes() -> None:
+    """Joins the processes that were started together, if there are others.
+
+    Raises:
+      ValueError: if they do not come together, saying why.
+    """
+    if jax.distributed.is_initialized() or not distributed.launched():
+        return
+    try:
+        distributed.initialize()
+    except RuntimeError as error:
+        raise ValueError(str(error)) from error
+
+
+def is_first_process() -> bool:
+    """Whether this process is the one that prints and writes files."""
+    return jax.process_index() == 0
