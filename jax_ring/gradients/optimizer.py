@@ -80,7 +80,8 @@ def sharded_optimizer(
       gather_algorithm: as `jax_ring.all_gather`, for the updates.
       gather_wire: as `jax_ring.all_gather`: all ranks apply the same rounded updates.
       bucket_bytes: as `sync_gradients`.
-      **how: for the gradients, as `scatter_gradients`: op, algorithm, wire, reduce_dtype, order.
+      **how: for the gradients, as `scatter_gradients`: op, algorithm, wire, reduce_dtype, order,
+        in_order.
 
     Returns:
       The pair `init` and `update`. Inside of `shard_map` init makes the rank's part of the state of

@@ -16,7 +16,7 @@ from jax_ring.arguments import Algorithm, AxisName, Op, Wire, names_of
 from jax_ring.collectives import all_gather, reduce_scatter
 from jax_ring.gradients.buckets import BUCKET_BYTES, Order, plan_buckets, reverse_order
 from jax_ring.gradients.shards import Shard, Split, is_shard, shard_params
-from jax_ring.gradients.sync import bucket_limit, check_local, cut, wire_of
+from jax_ring.gradients.sync import after, bucket_limit, check_local, cut, wire_of
 
 Array = jax.Array
 
@@ -36,6 +36,7 @@ def scatter_gradients(
     wire: Wire = None,
     reduce_dtype: Any = None,
     order: Order = reverse_order,
+    in_order: bool = False,
 ) -> Any:
     """Reduces a tree over the ranks, of which each keeps its part: half of `sync_gradients`.
 
@@ -54,6 +55,7 @@ def scatter_gradients(
       wire: as `jax_ring.psum`.
       reduce_dtype: as `jax_ring.psum`.
       order: see `plan_buckets`.
+      in_order: as `sync_gradients`.
 
     Returns:
       The tree of `Shard`s, whose values vary over `axis_name`.
@@ -82,6 +84,7 @@ def scatter_gradients(
     ]
     # Symbolic zeros are in no bucket.
     parts: list[Any] = [np.zeros(shape, jax.dtypes.float0) for shape in shapes]
+    reduced: Array | None = None
     for bucket in plan_buckets(grads, bucket_limit(bucket_bytes), order=order).buckets:
         reduce = functools.partial(
             reduce_scatter,
@@ -91,15 +94,16 @@ def scatter_gradients(
             wire=wire_of(bucket, wire),
             reduce_dtype=reduce_dtype,
         )
-        if len(bucket.leaves) == 1:
-            i = bucket.leaves[0].index
-            whole = splits[i].fill(jnp.asarray(leaves[i]), ranks)
-            parts[i] = reduce(whole, scatter_dimension=splits[i].dimension, tiled=True)
-            continue
+        before = reduced if in_order else None
         inside = [leaf.index for leaf in bucket.leaves]
+        if len(inside) == 1:
+            i = inside[0]
+            whole = after(before, splits[i].fill(jnp.asarray(leaves[i]), ranks))
+            reduced = parts[i] = reduce(whole, scatter_dimension=splits[i].dimension, tiled=True)
+            continue
         rows = [splits[i].parts(jnp.asarray(leaves[i]), ranks) for i in inside]
-        row = reduce(lax.concatenate(rows, 1))
-        for i, values in zip(inside, cut(row, [v.shape[1] for v in rows]), strict=True):
+        reduced = reduce(after(before, lax.concatenate(rows, 1)))
+        for i, values in zip(inside, cut(reduced, [v.shape[1] for v in rows]), strict=True):
             parts[i] = values.reshape(shapes[i])
     return jax.tree.unflatten(treedef, list(map(Shard, parts, splits)))
 
@@ -196,7 +200,8 @@ def gather_params(
       gather_algorithm: as `jax_ring.all_gather`.
       gather_wire: as `jax_ring.all_gather`.
       bucket_bytes: as `sync_gradients`: for the whole leaves, gathered or scattered together.
-      **how: for the gradients, as `scatter_gradients`: op, algorithm, wire, reduce_dtype, order.
+      **how: for the gradients, as `scatter_gradients`: op, algorithm, wire, reduce_dtype, order,
+        in_order.
 
     Returns:
       The tree of whole arrays; where types are checked, varying over `axis_name`.

@@ -40,6 +40,7 @@ def sync_gradients(
     wire: Wire = None,
     reduce_dtype: Any = None,
     order: Order = reverse_order,
+    in_order: bool = False,
     deterministic: bool = False,
 ) -> Tree:
     """Reduces all leaves of a tree over the ranks, several leaves to a collective.
@@ -67,6 +68,10 @@ def sync_gradients(
       wire: as `jax_ring.psum`.
       reduce_dtype: as `jax_ring.psum`.
       order: see `plan_buckets`.
+      in_order: lets each bucket wait for the one before it. They take as long, for they share the
+        links; but XLA's latency-hiding scheduler, which lays out the program from its end, then
+        spreads the steps of all but the last over the backward pass, where it else would leave
+        most of them at the end.
       deterministic: takes an algorithm that adds the ranks in the same order in all chunks:
         halving-doubling for a power of two, else, and over a wire, recursive doubling.
 
@@ -100,9 +105,10 @@ def sync_gradients(
         reduce_dtype=reduce_dtype,
     )
     result = list(leaves)
+    reduced: Array | None = None
     for number, bucket in enumerate(planned.buckets):
         with jax.named_scope(f"bucket{number}"):  # What it is called in a profile.
-            buffer = pack(bucket, leaves)
+            buffer = after(reduced if in_order else None, pack(bucket, leaves))
             reduced = reduce(buffer, op=bucket.op, wire=wire_of(bucket, wire))
             for index, value in unpack(bucket, reduced):
                 result[index] = value
@@ -126,6 +132,14 @@ def pack(bucket: Bucket, leaves: Sequence[Any]) -> Array:
     if len(values) == 1:
         return values[0]
     return lax.concatenate([value.reshape(-1) for value in values], 0)
+
+
+def after(before: Array | None, buffer: Array) -> Array:
+    """The buffer of a bucket, which is not to be had before the result of another."""
+    if before is None:
+        return buffer
+    held: Array = lax.optimization_barrier((before, buffer))[1]
+    return held
 
 
 def unpack(bucket: Bucket, buffer: Array) -> list[tuple[int, Array]]:

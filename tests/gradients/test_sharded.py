@@ -47,10 +47,13 @@ def joined(shards):
     ],
 )
 def test_each_rank_has_its_part_of_what_sync_gradients_gives(op, check_vma):
-    x, limits = tree(), (64, 10**9)
+    x, hows = tree(), ((64, False), (64, True), (10**9, False))
 
     def f(v):
-        parts = [scatter_gradients(v, "x", bucket_bytes=limit, op=op) for limit in limits]
+        parts = [
+            scatter_gradients(v, "x", bucket_bytes=limit, op=op, in_order=in_order)
+            for limit, in_order in hows
+        ]
         return sync_gradients(v, "x", op=op), parts
 
     whole, found = per_rank(f, N, x, check_vma=check_vma)

@@ -38,6 +38,25 @@ def test_values_are_those_of_the_leaves_one_by_one(op, limit, check_vma):
     assert jax.tree.all(jax.tree.map(same_bits, result, apart))
 
 
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_in_order_values_are_the_same_and_each_bucket_but_the_first_waits(check_vma):
+    def f(v, in_order):
+        return sync_gradients(v, "x", bucket_bytes=64, in_order=in_order)
+
+    x = tree()
+    wanted, found = (
+        per_rank(functools.partial(f, in_order=given), N, x, check_vma=check_vma)
+        for given in (False, True)
+    )
+    assert jax.tree.all(jax.tree.map(same_bits, found, wanted))
+    one = jax.tree.map(lambda v: v[0], x)
+    traced = jax.make_jaxpr(functools.partial(f, in_order=True), axis_env=[("x", N)])(one)
+    buckets = plan_buckets(one, 64).buckets
+    assert len(buckets) > 2
+    # That the compiler keeps to it is for tests/aot/test_overlap.py: on CPU it has no reason to.
+    assert str(traced).count("optimization_barrier") == len(buckets) - 1
+
+
 @pytest.mark.parametrize("x", [{}, None, 3.0, {"a": None}])
 def test_trees_that_are_hardly_any(x):
     found = jax.vmap(lambda _: sync_gradients(x, "i"), axis_name="i", out_axes=None)(jnp.zeros(2))
