@@ -15,6 +15,8 @@ from __future__ import annotations
 import math
 import re
 
+import jax.numpy as jnp
+
 _NUMBER = r"(\d+\.?\d*(?:e[+-]?\d+)?|\.\d+(?:e[+-]?\d+)?)"
 _DECIMAL = {"": 1, "k": 1000, "m": 1000**2, "g": 1000**3, "t": 1000**4, "p": 1000**5}
 _BINARY = {"k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40, "p": 1 << 50}
@@ -118,7 +120,7 @@ def parse_dtype(text: str) -> tuple[str, int]:
     """
     name = DTYPES.get(text.lower(), text.lower())
     found = _ITEM_BITS.fullmatch(name)
-    if name != "bool" and (not found or int(found[1]) > (128 if "complex" in name else 64)):
+    if name != "bool" and not (found and hasattr(jnp, name)):
         raise ValueError(f"a dtype must be a name such as bf16, float32 or int8, got {text!r}")
     return name, int(found[1]) // 8 if found else 1
 

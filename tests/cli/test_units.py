@@ -117,7 +117,7 @@ def test_dtypes(text, expected):
     assert parse_dtype(text) == expected
 
 
-@pytest.mark.parametrize("text", ["", "bf", "float128", "float12", "tensor"])
+@pytest.mark.parametrize("text", ["", "bf", "float128", "float12", "float8", "int128", "tensor"])
 def test_bad_dtypes(text):
     with pytest.raises(ValueError, match="a dtype must be a name such as bf16, float32 or int8"):
         parse_dtype(text)
