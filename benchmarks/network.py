@@ -7,6 +7,7 @@ installed: jax with gloo, torch.distributed with gloo, Open MPI and MPICH by mpi
 called in turns within one run. A figure is the median over the rounds; the time of a call is that
 of the slowest host, from when all have met. The bound is 2(N-1)/N S/B: the time of the bytes that
 each host must send, without headers. `bytes` is what host 0 sent in a call, divided by those.
+With --tune FILE the hosts run jax-ring tune instead.
 """
 
 from __future__ import annotations
@@ -49,6 +50,7 @@ CASES = (
     "dict(algorithm='ring', wire='bfloat16')",
     "dict(algorithm='ring', wire='int8')",
 )
+JAX_ON_CPU = {"JAX_PLATFORMS": "cpu", **MALLOC_TUNING}
 PEERS = pathlib.Path(__file__).with_name("network_peers.py")
 # In place of ssh: [-x] host command ...
 AGENT = """#!/bin/sh
@@ -154,6 +156,15 @@ def _end(process: subprocess.Popen[str]) -> None:
         process.wait()
 
 
+def tune(lab: Lab, file: pathlib.Path) -> None:
+    """Runs `jax-ring tune` on the hosts, and shows what it says."""
+    address, port = lab.coordinator().split(":")
+    rendezvous = {"MASTER_ADDR": address, "MASTER_PORT": port, "COLUMNS": "120"}
+    command = [sys.executable, "-m", "jax_ring", "tune", "-o", str(file.absolute())]
+    said = lab.run(command, {**JAX_ON_CPU, **rendezvous}, timeout=1200)
+    print(said[0])
+
+
 def _has(python: str | None, module: str) -> bool:
     return (
         python is not None
@@ -163,8 +174,7 @@ def _has(python: str | None, module: str) -> bool:
 
 def libraries(start: Starter, cases: Sequence[str], torch: str, alone: bool) -> Iterator[Library]:
     """Starts jax, and unless it is alone what else is installed."""
-    variables = {"JAX_PLATFORMS": "cpu", **MALLOC_TUNING}
-    found = [start.library("jax", "jax", sys.executable, cases, environment=variables)]
+    found = [start.library("jax", "jax", sys.executable, cases, environment=JAX_ON_CPU)]
     if not alone:
         found += peers(start, torch)
     yield from filter(None, found)
@@ -230,12 +240,18 @@ def main(
     torch: Annotated[str, typer.Option(help="a Python that has torch")] = "/usr/bin/python3",
     alone: Annotated[bool, typer.Option("--alone", help="no other libraries")] = False,
     output: Annotated[pathlib.Path | None, typer.Option("--json", help="a file to write")] = None,
+    tuning: Annotated[
+        pathlib.Path | None, typer.Option("--tune", help="only jax-ring tune, into this file")
+    ] = None,
 ) -> None:
     """Times all-reduces between hosts of a lab."""
     chosen = [PSUM, *cases] if cases else CASES
     figures = {}
     with contextlib.ExitStack() as stack:
         lab = stack.enter_context(Lab(hosts, f"{round(rate * 1000)}mbit"))
+        if tuning is not None:
+            tune(lab, tuning)
+            return
         start = Starter(lab, stack.enter_context(tempfile.TemporaryDirectory()), stack)
         found = list(libraries(start, chosen, torch, alone))
         for name in sizes or SIZES:
