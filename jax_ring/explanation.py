@@ -9,7 +9,6 @@ arithmetic on one device.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import io
@@ -25,11 +24,10 @@ import numpy.typing as npt
 from jax.extend.core import Jaxpr, JaxprEqn, Primitive
 from jax.interpreters import partial_eval
 
-from jax_ring import _compat, arguments, choose, layout, primitives
+from jax_ring import _compat, arguments, callers, choose, layout, primitives
 from jax_ring._compat import ClosedJaxpr
 from jax_ring.executor import Groups
 from jax_ring.plan import plan
-from jax_ring.primitives import MAX, MIN, SUM
 from jax_ring.schedules import Kind, Op, Schedule, Step
 from jax_ring.wire import Blocks, WireFormat
 
@@ -386,7 +384,7 @@ def _ring_collectives(eqn: JaxprEqn, scope: _Scope) -> Iterator[Collective]:
             costs = _costs(eqn, schedule, method.wire, reduce_dtype)
         yield dataclasses.replace(
             _common(eqn, scope, operand, axes, ranks, groups),
-            name=_name(eqn),
+            name=primitives.public_name(eqn.primitive, eqn.params),
             reduce_dtype=None if kind is Kind.ALL_GATHER else str(reduce_dtype),
             wire=None if method.wire is None else method.wire.name,
             algorithm=schedule.name,
@@ -441,12 +439,12 @@ def _common(
     groups: Groups | None,
 ) -> Collective:
     """What is known of every collective; the rest is for the caller to fill in."""
-    caller = next((frame for frame in _frames(eqn) if not _is_ours(frame)), None)
+    file, line = callers.place(eqn.source_info.traceback)
     names = "/".join(scope.names)
     return Collective(
         name="",
-        file=caller.file_name if caller else "",
-        line=caller.line_num if caller else 0,
+        file=file,
+        line=line,
         scope=names,
         backward="transpose(" in names,
         nesting=scope.nesting,
@@ -462,20 +460,6 @@ def _common(
         algorithm="",
         reason="",
     )
-
-
-def _name(eqn: JaxprEqn) -> str:
-    """The public function that does it."""
-    if eqn.primitive is primitives.all_gather_p:
-        return "all_gather"
-    reduction, mean = eqn.params.get("reduction", SUM), eqn.params["mean"]
-    if eqn.primitive is primitives.reduce_scatter_p:
-        what = "mean" if mean else reduction.name
-        return "psum_scatter" if what == "sum" else f"reduce_scatter_{what}"
-    names = {SUM: "psum", MAX: "pmax", MIN: "pmin"}
-    name = "pmean" if mean else names.get(reduction, f"all_reduce_{reduction.name}")
-    feedback = eqn.primitive is primitives.all_reduce_feedback_p
-    return f"error_feedback.{name}" if feedback else name
 
 
 # --- what it sends --------------------------------------------------------------------------------
@@ -592,28 +576,10 @@ def _moves(schedule: Schedule, apart: bool) -> Iterator[tuple[Step, int, int]]:
         yield segment.first, segment.count, reduces if segment.first.op is Op.REDUCE else 2
 
 
-# --- where it is called ---------------------------------------------------------------------------
-
-_OURS = os.path.dirname(os.path.abspath(__file__)) + os.sep
-# contextlib: functions of JAX and of Python that wrap others.
-_THEIRS = (os.path.dirname(os.path.abspath(jax.__file__)) + os.sep, contextlib.__file__)
-
-
-def _frames(eqn: JaxprEqn) -> list[Any]:
-    """The frames of the call that made an equation, the innermost first, without those of JAX."""
-    traceback = eqn.source_info.traceback
-    frames: list[Any] = traceback.frames if traceback is not None else []
-    return [frame for frame in frames if not frame.file_name.startswith(_THEIRS)]
-
-
-def _is_ours(frame: Any) -> bool:
-    return bool(frame.file_name.startswith(_OURS))
-
-
 def _why_lax(eqn: JaxprEqn, backward: bool) -> str:
     casts = primitives.cast_varying.__name__
-    innermost = _frames(eqn)[:1]
-    if any(_is_ours(f) and not f.function_name.endswith(casts) for f in innermost):
+    innermost = callers.frames(eqn.source_info.traceback)[:1]
+    if any(callers.is_ours(f) and not f.function_name.endswith(casts) for f in innermost):
         return "algorithm='xla' was asked for, or chosen by 'auto'"
     if backward:
         return "the derivative of a cast to varying, or of lax's own"

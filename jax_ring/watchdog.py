@@ -23,7 +23,7 @@ from typing import Any
 
 import jax
 
-from jax_ring import _compat, last_words
+from jax_ring import _compat, consistency, last_words
 
 EXIT_STATUS = 70  # EX_SOFTWARE of sysexits.h.
 _KEY = "jax_ring/heartbeat"
@@ -44,6 +44,7 @@ class Watchdog:
         self._seen: dict[int, tuple[dict[str, Any], float]] = {}
         self._exchanged = time.monotonic()
         self._told: int | None = None
+        self._compared: int | None = None
         self._failed = ""
         self._stop = threading.Event()
         self._speaker: subprocess.Popen[bytes] | None = None
@@ -116,6 +117,7 @@ class Watchdog:
             left = self._stop.wait(self._interval)
             self._beats += 1
             now = {"beat": self._beats, "step": self._step, "left": left, "failed": self._failed}
+            now["late"] = time.monotonic() - self._advanced > self.timeout
             beat = json.dumps(own | now)
             # While the store fails, nothing is exchanged: the other thread will say so.
             with contextlib.suppress(jax.errors.JaxRuntimeError):
@@ -153,6 +155,9 @@ class Watchdog:
                     self._end_with(process, f"failed ({beat['failed']})")
             if now - self._advanced > self.timeout and self._step != self._told:
                 self._tell_who_is_late()
+            if self._step != self._compared and self._nobody_gets_on():
+                self._compared = self._step
+                self._compare()
 
     def _tell_who_is_late(self) -> None:
         """Reports, once for a step, that all live and yet this step takes long."""
@@ -168,6 +173,17 @@ class Watchdog:
                 else "none is behind"
             )
         )
+
+    def _nobody_gets_on(self) -> bool:
+        beats = [beat for beat, _ in self._seen.values()]
+        return all(beat.get("late") or beat.get("left") for beat in beats)
+
+    def _compare(self) -> None:
+        """Ends this process if no process gets on, and they have compiled different programs."""
+        # Where the store does not answer, the heartbeats will say so.
+        with contextlib.suppress(jax.errors.JaxRuntimeError):
+            if (found := consistency.difference()) is not None:
+                self._end_with(*found)
 
     def _end(self, process: int, seconds: float) -> None:
         self._end_with(process, f"gave no sign of life for {seconds:.1f} s")

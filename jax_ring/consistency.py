@@ -1,0 +1,243 @@
+"""Whether all processes compile the same communication: the form of the check that is always on.
+
+Processes whose programs differ, by a branch on `jax.process_index()`, by settings or by data, wait
+for each other forever. So each notes what it compiles, where there are several processes: for each
+program, when it is lowered, the collectives of jax_ring over axes that reach other processes, with
+their source lines, and a digest of all that the program sends (operations, types, who to whom).
+A thread writes that into the key-value store of the coordination service.
+
+Nothing is compared while things go well. Programs may be compiled in any order, again, or by some
+processes only, as long as they are only compiled: that is no error. Two processes differ if each
+has a program that the other does not have. It is looked for and said
+
+- by a `watchdog`, when no process has begun a step for its timeout; then the process ends;
+- without one, `PATIENCE_S` after this process compiled something last: once, as a warning.
+
+Not seen are: programs that all have compiled and run in another order, or not all of them run;
+programs without a collective of jax_ring; those that were exported and loaded.
+`jax_ring.distributed.check_consistency` compares before a step is run, and stops it.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import dataclasses
+import functools
+import hashlib
+import json
+import math
+import sys
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+
+from jax_ring import _compat, callers
+from jax_ring.config import current
+
+PATIENCE_S = 60.0
+_KEY = "jax_ring/programs"
+_MOST = 4096  # Programs that are told of, the newest.
+
+
+def described(
+    *,
+    name: str,
+    dtype: str,
+    shape: tuple[int, ...],
+    axes: tuple[str, ...],
+    groups: Any,
+    algorithm: str,
+    channels: int,
+    wire: str | None,
+    reduce_dtype: str | None,
+) -> str:
+    """What processes must have alike of a collective, for people to read.
+
+    Example:
+      >>> described(name="psum", dtype="bfloat16", shape=(8, 3), axes=("x",), groups=None,
+      ...     algorithm="ring", channels=2, wire=None, reduce_dtype="float32")
+      'psum of bfloat16[8, 3] over x by ring on 2 channels with sums in float32'
+    """
+    parts = [f"{name} of {dtype}{list(shape)} over {'/'.join(map(str, axes))}"]
+    parts += [] if groups is None else [f"in groups {groups}"]
+    parts += [f"by {algorithm}"]
+    parts += [f"on {channels} channels"] if channels > 1 else []
+    parts += [] if wire is None else [f"sent as {wire}"]
+    parts += [f"with sums in {reduce_dtype}"] if reduce_dtype not in (None, "", dtype) else []
+    return " ".join(parts)
+
+
+# --- what this process has compiled ---------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """A program that sends something to other processes.
+
+    Attributes:
+      name: as JAX has it.
+      digest: of all that it sends, in order, and of `collectives`.
+      collectives: those of jax_ring, each kind once: what it is, and the line of its first call.
+    """
+
+    name: str
+    digest: str
+    collectives: dict[str, str]
+
+
+class _Book:
+    """The programs of this process, and the thread that tells the others."""
+
+    def __init__(self) -> None:
+        self.programs: collections.OrderedDict[str, Program] = collections.OrderedDict()
+        self._open = threading.local()  # Of each thread: the program that it lowers.
+        self._lock = threading.Lock()
+        self._news = threading.Event()
+        self._started = False
+
+    def note(self, module: Any, what: str, where: str) -> None:
+        """Adds a collective to the program that this thread lowers."""
+        with self._lock:
+            if not self._started:
+                self._started = True
+                _compat.on_lowered(self._complete)
+                threading.Thread(target=self._tell, daemon=True).start()
+        if getattr(self._open, "module", None) is not module:
+            self._open.module, self._open.collectives = module, {}
+        self._open.collectives.setdefault(what, where)
+
+    def _complete(self, name: str) -> None:
+        """The program of this thread is complete, or one that was lowered meanwhile."""
+        module = getattr(self._open, "module", None)
+        sent = None if module is None else _compat.communication(module)
+        if sent is None:
+            return
+        self._open.module = None
+        text = "\n".join([*sent, *sorted(self._open.collectives)])
+        digest = hashlib.sha256(text.encode()).hexdigest()[:16]
+        with self._lock:
+            self.programs[digest] = Program(name, digest, self._open.collectives)
+            self.programs.move_to_end(digest)
+            if len(self.programs) > _MOST:
+                self.programs.popitem(last=False)
+        self._news.set()
+
+    def _tell(self) -> None:
+        """Writes what is new, and looks once whether the others have it, when nothing is new."""
+        told: set[str] = set()
+        while True:
+            self._news.wait()
+            self._news.clear()
+            # The store ends with process 0, and then there is nobody to tell.
+            with contextlib.suppress(jax.errors.JaxRuntimeError):
+                self._write(told)
+                if not self._news.wait(PATIENCE_S) and (found := difference()) is not None:
+                    process, why = found
+                    print(
+                        "jax_ring: processes differ, and may wait for each other: process "
+                        f"{process} {why}",
+                        file=sys.stderr,
+                        flush=True,
+                    )
+                    return
+
+    def _write(self, told: set[str]) -> None:
+        client = _compat.coordination_client()
+        if client is None:
+            return
+        own = jax.process_index()
+        with self._lock:
+            programs = list(self.programs.values())
+        for program in programs:
+            if program.digest not in told:
+                text = json.dumps(dataclasses.asdict(program))
+                client.key_value_set(
+                    f"{_KEY}/of/{own}/{program.digest}", text, allow_overwrite=True
+                )
+                told.add(program.digest)
+        # Last, so that what it lists is there.
+        digests = json.dumps([p.digest for p in programs])
+        client.key_value_set(f"{_KEY}/by/{own}", digests, allow_overwrite=True)
+
+
+_book = _Book()
+
+
+def note(lowering: _compat.Lowering, axes: tuple[str, ...], describe: Callable[[], str]) -> None:
+    """Notes a collective that is lowered, if it reaches other processes. It takes microseconds.
+
+    Args:
+      lowering: what becomes part of which program.
+      axes: those that it is over.
+      describe: says what all must have alike.
+    """
+    if _compat.coordination_client() is None or not current().check_consistency:
+        return
+    if _reaches_others(lowering.mesh, axes):
+        file, line = callers.place(lowering.traceback)
+        _book.note(lowering.module, describe(), f"{file}:{line}")
+
+
+@functools.lru_cache(maxsize=256)
+def _reaches_others(mesh: Any, axes: tuple[str, ...]) -> bool:
+    """Whether ranks along axes belong to different processes."""
+    if mesh is None or not set(axes) <= set(mesh.axis_names):
+        return False
+    if isinstance(mesh, jax.sharding.AbstractMesh):
+        # It does not say whose devices these are; they may all be ours.
+        return bool(mesh.size > jax.local_device_count())
+    owners = np.vectorize(lambda device: device.process_index, otypes=[int])(mesh.devices)
+    along = [mesh.axis_names.index(axis) for axis in axes]
+    rows = np.moveaxis(owners, along, range(len(along)))
+    rows = rows.reshape(math.prod(rows.shape[: len(along)]), -1)
+    return bool((rows != rows[0]).any())
+
+
+# --- and the others -------------------------------------------------------------------------------
+
+
+def difference() -> tuple[int, str] | None:
+    """A process that differs from this one, and in what; None if there is none.
+
+    Raises:
+      jax.errors.JaxRuntimeError: if the store does not answer.
+    """
+    client = _compat.coordination_client()
+    if client is None or not _book.programs:
+        return None
+    ours = set(_book.programs)
+    for key, text in client.key_value_dir_get(f"{_KEY}/by"):
+        process, theirs = int(key.rpartition("/")[2]), json.loads(text)
+        # What only one side has, the other may not have come to yet.
+        if (extra := [d for d in theirs if d not in ours]) and ours - set(theirs):
+            missing = [p for d, p in list(_book.programs.items()) if d not in theirs]
+            found = client.blocking_key_value_get(f"{_KEY}/of/{process}/{extra[0]}", 5000)
+            other = Program(**json.loads(found))
+            alike = [p for p in missing if p.name == other.name]
+            return process, _said(other, (alike or missing)[0])
+    return None
+
+
+def _said(theirs: Program, own: Program) -> str:
+    """The first difference of two programs, of another process and of this one."""
+    first, second = (
+        next((f"{what} at {at}" for what, at in p.items() if what not in q), "")
+        for p, q in (
+            (theirs.collectives, own.collectives),
+            (own.collectives, theirs.collectives),
+        )
+    )
+    ours = f"process {jax.process_index()} compiled {own.name}"
+    if first or second:
+        return (
+            f"compiled {theirs.name} with {first or 'nothing'}; {ours} with {second or 'nothing'}"
+        )
+    alike = ", ".join(f"{what} at {at}" for what, at in own.collectives.items())
+    return (
+        f"compiled {theirs.name} and {ours} with the same collectives, but in another order or "
+        f"number, or in other steps: {alike}"
+    )
