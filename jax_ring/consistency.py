@@ -51,7 +51,8 @@ def described(
     axes: tuple[str, ...],
     groups: Any,
     algorithm: str,
-    channels: int,
+    chunks: int | None,
+    channels: int | None,
     wire: str | None,
     reduce_dtype: str | None,
 ) -> str:
@@ -59,13 +60,11 @@ def described(
 
     Example:
       >>> described(name="psum", dtype="bfloat16", shape=(8, 3), axes=("x",), groups=None,
-      ...     algorithm="ring", channels=2, wire=None, reduce_dtype="float32")
-      'psum of bfloat16[8, 3] over x by ring on 2 channels with sums in float32'
     """
     parts = [f"{name} of {dtype}{list(shape)} over {'/'.join(map(str, axes))}"]
     parts += [] if groups is None else [f"in groups {groups}"]
-    parts += [f"by {algorithm}"]
-    parts += [f"on {channels} channels"] if channels > 1 else []
+    parts += [f"by {algorithm}" if chunks is None else f"by {algorithm} of {chunks} chunks"]
+    parts += [] if channels in (None, 1) else [f"on {channels} channels"]
     parts += [] if wire is None else [f"sent as {wire}"]
     parts += [f"with sums in {reduce_dtype}"] if reduce_dtype not in (None, "", dtype) else []
     return " ".join(parts)

@@ -92,6 +92,8 @@ class Collective:
       wire: the format in which chunks travel, or None.
       algorithm: its name; "xla" for lax's own, of which the rest is not known.
       reason: why it is that one.
+      chunks: into how many chunks it cuts the buffer.
+      channels: how many streams of steps go on side by side.
       steps: the communication steps, one after the other.
       bytes_sent: the bytes that a rank sends, the one that sends most.
       bytes_per_link: the bytes from one rank to another, over the busiest of these links.
@@ -117,6 +119,8 @@ class Collective:
     wire: str | None
     algorithm: str
     reason: str
+    chunks: int | None = None
+    channels: int | None = None
     steps: int | None = None
     bytes_sent: int | None = None
     bytes_per_link: int | None = None
@@ -389,6 +393,8 @@ def _ring_collectives(eqn: JaxprEqn, scope: _Scope) -> Iterator[Collective]:
             wire=None if method.wire is None else method.wire.name,
             algorithm=schedule.name,
             reason=method.reason,
+            chunks=schedule.chunks,
+            channels=schedule.channels,
             **costs,
         )
 
@@ -614,7 +620,8 @@ def _cells(c: Collective, reasons: list[str]) -> Iterator[list[str]]:
     sums = [] if c.reduce_dtype in (None, c.dtype) else [f"sums in {c.reduce_dtype}"]
     wire = [] if c.wire is None else [f"wire {c.wire}"]
     yield [f"{c.dtype}[{','.join(map(str, c.shape))}]", _size(c.nbytes), *sums, *wire]
-    yield [c.algorithm, *([f"[{reasons.index(c.reason) + 1}]"] if c.reason else [])]
+    channels = [] if c.channels in (None, 0, 1) else [f"{c.channels} channels"]
+    yield [c.algorithm, *channels, *([f"[{reasons.index(c.reason) + 1}]"] if c.reason else [])]
     time = [] if c.seconds is None else [_duration(c.seconds)]
     yield ["?"] if c.steps is None else [str(c.steps), *time]
     yield [_size(n) for n in (c.bytes_sent, c.bytes_per_link) if n is not None] or ["?"]

@@ -192,7 +192,7 @@ def _lowered(lowering: _compat.Lowering) -> None:
     """Notes a collective that becomes part of a program, for the comparison of processes."""
     params = lowering.params
     method = params["method"]
-    by_name = isinstance(method.algorithm, str)
+    schedule = method.algorithm if isinstance(method.algorithm, Schedule) else None
 
     def described() -> str:
         return consistency.described(
@@ -202,7 +202,8 @@ def _lowered(lowering: _compat.Lowering) -> None:
             axes=params["axes"],
             groups=params.get("groups"),
             algorithm=_called(method.algorithm),
-            channels=1 if by_name else method.algorithm.channels,
+            chunks=None if schedule is None else schedule.chunks,
+            channels=None if schedule is None else schedule.channels,
             wire=None if method.wire is None else method.wire.name,
             reduce_dtype=str(params.get("reduce_dtype", "")),
         )
