@@ -13,8 +13,16 @@ def free_port():
         return s.getsockname()[1]
 
 
-def start(code, processes, devices=1, ids=None, coordinator=None, count=None, **more):
-    """Starts the code in several processes."""
+def start(code, processes, **how):
+    """Starts the code in several processes; see `start_command`."""
+    command = [sys.executable, "-W", "ignore", "-c", textwrap.dedent(code)]
+    return start_command(command, processes, **how)
+
+
+def start_command(
+    command, processes, devices=1, ids=None, coordinator=None, count=None, **variables
+):
+    """Starts a command in several processes of one job, with so many devices each."""
     coordinator = coordinator or f"127.0.0.1:{free_port()}"
     started = []
     for i in range(processes) if ids is None else ids:
@@ -26,17 +34,10 @@ def start(code, processes, devices=1, ids=None, coordinator=None, count=None, **
             "JAX_RING_COORDINATOR": coordinator,
             "JAX_RING_PROCESSES": str(count[i] if count else processes),
             "JAX_RING_PROCESS": str(i),
-            **more,
+            **variables,
         }
-        started.append(
-            subprocess.Popen(
-                [sys.executable, "-W", "ignore", "-c", textwrap.dedent(code)],
-                env=environment,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                text=True,
-            )
-        )
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+        started.append(subprocess.Popen(command, env=environment, text=True, **pipes))
     return started
 
 
