@@ -113,8 +113,7 @@ class Watchdog:
         """Writes and reads heartbeats. It may hang where process 0 does, which `_watch` sees."""
         own = {"where": f"{socket.gethostname()}, pid {os.getpid()}"}
         left = False
-        while not left:
-            left = self._stop.wait(self._interval)
+        while True:
             self._beats += 1
             now = {"beat": self._beats, "step": self._step, "left": left, "failed": self._failed}
             now["late"] = time.monotonic() - self._advanced > self.timeout
@@ -126,6 +125,9 @@ class Watchdog:
                 for name, text in self._client.key_value_dir_get(_KEY):
                     self._note(int(name.rpartition("/")[2]), json.loads(text))
                 self._exchanged = time.monotonic()
+            if left:
+                return
+            left = self._stop.wait(self._interval)
 
     def _end_late(self) -> None:
         time.sleep(self.timeout)
