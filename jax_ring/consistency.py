@@ -10,10 +10,11 @@ Nothing is compared while things go well. Programs may be compiled in any order,
 processes only, as long as they are only compiled: that is no error. Two processes differ if each
 has a program that the other does not have. It is looked for and said
 
-- by a `watchdog`, when no process has begun a step for its timeout; then the process ends;
+- by a `watchdog`, when no process has begun a step for its timeout; then the process ends. If only
+  one of them has such a program, the watchdog says that, and goes on;
 - without one, `PATIENCE_S` after this process compiled something last: once, as a warning.
 
-Not seen are: programs that all have compiled and run in another order, or not all of them run;
+Not seen is that programs which all have compiled are run in another order, or by some only;
 programs without a collective of jax_ring; those that were exported and loaded.
 `jax_ring.distributed.check_consistency` compares before a step is run, and stops it.
 """
@@ -29,7 +30,7 @@ import json
 import math
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -60,6 +61,8 @@ def described(
 
     Example:
       >>> described(name="psum", dtype="bfloat16", shape=(8, 3), axes=("x",), groups=None,
+      ...     algorithm="ring", chunks=8, channels=2, wire=None, reduce_dtype="float32")
+      'psum of bfloat16[8, 3] over x by ring of 8 chunks on 2 channels with sums in float32'
     """
     parts = [f"{name} of {dtype}{list(shape)} over {'/'.join(map(str, axes))}"]
     parts += [] if groups is None else [f"in groups {groups}"]
@@ -200,25 +203,62 @@ def _reaches_others(mesh: Any, axes: tuple[str, ...]) -> bool:
 
 
 def difference() -> tuple[int, str] | None:
-    """A process that differs from this one, and in what; None if there is none.
+    """A process that has a program which this one has not, and the other way round.
+
+    Returns:
+      The process, and in what they differ; None if there is none.
 
     Raises:
       jax.errors.JaxRuntimeError: if the store does not answer.
     """
-    client = _compat.coordination_client()
-    if client is None or not _book.programs:
-        return None
-    ours = set(_book.programs)
-    for key, text in client.key_value_dir_get(f"{_KEY}/by"):
-        process, theirs = int(key.rpartition("/")[2]), json.loads(text)
-        # What only one side has, the other may not have come to yet.
-        if (extra := [d for d in theirs if d not in ours]) and ours - set(theirs):
-            missing = [p for d, p in list(_book.programs.items()) if d not in theirs]
-            found = client.blocking_key_value_get(f"{_KEY}/of/{process}/{extra[0]}", 5000)
-            other = Program(**json.loads(found))
-            alike = [p for p in missing if p.name == other.name]
-            return process, _said(other, (alike or missing)[0])
+    for process, extra, lacking in _others():
+        if extra and lacking:
+            other = _program(process, extra[0])
+            alike = [p for p in lacking if p.name == other.name]
+            return process, _said(other, (alike or lacking)[0])
     return None
+
+
+def missing() -> tuple[int, str] | None:
+    """A process that lacks a program of this one, or has more: it may not have come so far.
+
+    Returns:
+      The process, and which program that is; None if there is none.
+
+    Raises:
+      jax.errors.JaxRuntimeError: if the store does not answer.
+    """
+    own = f"process {jax.process_index()}"
+    for process, extra, lacking in _others():
+        if extra:
+            program = _program(process, extra[0])
+            return process, f"compiled {program.name}, which {own} has not: {_calls(program)}"
+        if lacking:
+            program = lacking[0]
+            return process, f"has not compiled {program.name}, as {own} has: {_calls(program)}"
+    return None
+
+
+def _others() -> Iterator[tuple[int, list[str], list[Program]]]:
+    """Of each process the digests that only it has, and the programs that only this one has."""
+    client = _compat.coordination_client()
+    if client is None:
+        return
+    own = dict(_book.programs)
+    for key, text in client.key_value_dir_get(f"{_KEY}/by"):
+        theirs = json.loads(text)
+        lacking = [program for digest, program in own.items() if digest not in set(theirs)]
+        yield int(key.rpartition("/")[2]), [d for d in theirs if d not in own], lacking
+
+
+def _program(process: int, digest: str) -> Program:
+    client = _compat.coordination_client()
+    found = client.blocking_key_value_get(f"{_KEY}/of/{process}/{digest}", 5000)
+    return Program(**json.loads(found))
+
+
+def _calls(program: Program) -> str:
+    return ", ".join(f"{what} at {at}" for what, at in program.collectives.items())
 
 
 def _said(theirs: Program, own: Program) -> str:
@@ -235,8 +275,7 @@ def _said(theirs: Program, own: Program) -> str:
         return (
             f"compiled {theirs.name} with {first or 'nothing'}; {ours} with {second or 'nothing'}"
         )
-    alike = ", ".join(f"{what} at {at}" for what, at in own.collectives.items())
     return (
         f"compiled {theirs.name} and {ours} with the same collectives, but in another order or "
-        f"number, or in other steps: {alike}"
+        f"number, or in other steps: {_calls(own)}"
     )

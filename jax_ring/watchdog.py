@@ -125,6 +125,7 @@ class Watchdog:
                 for name, text in self._client.key_value_dir_get(_KEY):
                     self._note(int(name.rpartition("/")[2]), json.loads(text))
                 self._exchanged = time.monotonic()
+                self._compare()
             if left:
                 return
             left = self._stop.wait(self._interval)
@@ -157,9 +158,6 @@ class Watchdog:
                     self._end_with(process, f"failed ({beat['failed']})")
             if now - self._advanced > self.timeout and self._step != self._told:
                 self._tell_who_is_late()
-            if self._step != self._compared and self._nobody_gets_on():
-                self._compared = self._step
-                self._compare()
 
     def _tell_who_is_late(self) -> None:
         """Reports, once for a step, that all live and yet this step takes long."""
@@ -176,16 +174,18 @@ class Watchdog:
             )
         )
 
-    def _nobody_gets_on(self) -> bool:
-        beats = [beat for beat, _ in self._seen.values()]
-        return all(beat.get("late") or beat.get("left") for beat in beats)
-
     def _compare(self) -> None:
-        """Ends this process if no process gets on, and they have compiled different programs."""
-        # Where the store does not answer, the heartbeats will say so.
-        with contextlib.suppress(jax.errors.JaxRuntimeError):
-            if (found := consistency.difference()) is not None:
-                self._end_with(*found)
+        """Where no process gets on, looks once in a step whether all have compiled the same."""
+        beats = [beat for beat, _ in self._seen.values()]
+        if self._step == self._compared or not all(b.get("late") or b.get("left") for b in beats):
+            return
+        self._compared = self._step
+        if (found := consistency.difference()) is not None:
+            self._end_with(*found)
+        elif (found := consistency.missing()) is not None:
+            # It may only be late, so that this is no reason to end.
+            process, why = found
+            _say(f"nobody gets on; process {process} {why}")
 
     def _end(self, process: int, seconds: float) -> None:
         self._end_with(process, f"gave no sign of life for {seconds:.1f} s")
@@ -215,7 +215,9 @@ def watchdog(timeout: float = 60.0) -> Watchdog:
     After `timeout` seconds without a sign of life of another process, this one says which it is and
     in which steps both are, and exits with status `EXIT_STATUS`; likewise where another left the
     with statement by an error. Where all live and a step takes longer than that, it says once who
-    is the furthest behind, and goes on.
+    is the furthest behind, and goes on. Where all are late, it compares what they have compiled,
+    see `jax_ring.consistency`: if two have each a program that the other has not, they end, and say
+    in what they differ.
 
     Args:
       timeout: in seconds; give a dead process's heartbeats time, so at least a few. Keep it below
