@@ -101,6 +101,11 @@ class _Book:
         self._news = threading.Event()
         self._started = False
 
+    def known(self) -> list[Program]:
+        """The programs so far, the newest last."""
+        with self._lock:
+            return list(self.programs.values())
+
     def note(self, module: Any, what: str, where: str) -> None:
         """Adds a collective to the program that this thread lowers."""
         with self._lock:
@@ -131,29 +136,22 @@ class _Book:
     def _tell(self) -> None:
         """Writes what is new, and looks once whether the others have it, when nothing is new."""
         told: set[str] = set()
+        said = False
         while True:
             self._news.wait()
             self._news.clear()
             # The store ends with process 0, and then there is nobody to tell.
             with contextlib.suppress(jax.errors.JaxRuntimeError):
                 self._write(told)
-                if not self._news.wait(PATIENCE_S) and (found := difference()) is not None:
-                    process, why = found
-                    print(
-                        "jax_ring: processes differ, and may wait for each other: process "
-                        f"{process} {why}",
-                        file=sys.stderr,
-                        flush=True,
-                    )
-                    return
+                if not said and not self._news.wait(PATIENCE_S):
+                    said = _warn()
 
     def _write(self, told: set[str]) -> None:
         client = _compat.coordination_client()
         if client is None:
             return
         own = jax.process_index()
-        with self._lock:
-            programs = list(self.programs.values())
+        programs = self.known()
         for program in programs:
             if program.digest not in told:
                 text = json.dumps(dataclasses.asdict(program))
@@ -167,6 +165,19 @@ class _Book:
 
 
 _book = _Book()
+
+
+def _warn() -> bool:
+    """Says a difference, if there is one, and whether there was."""
+    if (found := difference()) is None:
+        return False
+    process, why = found
+    print(
+        f"jax_ring: processes differ, and may wait for each other: process {process} {why}",
+        file=sys.stderr,
+        flush=True,
+    )
+    return True
 
 
 def note(lowering: _compat.Lowering, axes: tuple[str, ...], describe: Callable[[], str]) -> None:
@@ -244,10 +255,10 @@ def _others() -> Iterator[tuple[int, list[str], list[Program]]]:
     client = _compat.coordination_client()
     if client is None:
         return
-    own = dict(_book.programs)
+    own = {program.digest: program for program in _book.known()}
     for key, text in client.key_value_dir_get(f"{_KEY}/by"):
-        theirs = json.loads(text)
-        lacking = [program for digest, program in own.items() if digest not in set(theirs)]
+        theirs = dict.fromkeys(json.loads(text))
+        lacking = [program for digest, program in own.items() if digest not in theirs]
         yield int(key.rpartition("/")[2]), [d for d in theirs if d not in own], lacking
 
 
