@@ -21,7 +21,7 @@ from processes import finish, free_port, start
 import jax_ring
 from jax_ring import distributed, rollcall
 from jax_ring.choose import Link, save_tuning
-from jax_ring.distributed import check_consistency, find
+from jax_ring.distributed import check_consistency, find, launched
 from jax_ring.schedules import ring
 from jax_ring.watchdog import EXIT_STATUS, Watchdog
 
@@ -57,6 +57,7 @@ WHERE = {"JAX_RING_COORDINATOR": "node1:1234"}
 def test_what_launchers_say(environment, found):
     place = find(environment)
     assert (place.coordinator, place.processes, place.process) == (found, 4, 3)
+    assert launched(environment)
 
 
 def test_arguments_come_first():
