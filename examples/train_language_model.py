@@ -10,7 +10,11 @@ What to learn here, and in which file of `language_model/`:
   and `hlo.py`;
 * that the explicit ring trains as `jax.lax.psum` does, step by step, up to rounding,
   `training.py`;
-* how to resume to the very same bits, `checkpoint.py` and `data.py`.
+* how to resume to the very same bits, `checkpoint.py` and `data.py`;
+* how the same program runs in several processes, each with its part of the data, and what happens
+  if one dies, `processes.py` and `training.py`:
+
+    jax-ring run -n 2 -- python examples/train_language_model.py --devices 8
 
 The text is the source of Python's own standard library, so nothing is downloaded. On two CPU
 cores that pose as eight devices a run takes about two minutes.
@@ -23,8 +27,8 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from language_model.config import Config, ConfigError, request_cpu_devices
-from rich.console import Console
+from language_model import processes
+from language_model.config import Config, ConfigError
 
 
 class Collective(enum.StrEnum):
@@ -35,9 +39,9 @@ class Collective(enum.StrEnum):
 
 
 def main(
-    devices: Annotated[int, typer.Option(help="Ranks; virtual CPU devices by default.")] = (
-        Config.devices
-    ),
+    devices: Annotated[
+        int, typer.Option(help="Ranks, of all processes; virtual CPU devices by default.")
+    ] = (Config.devices),
     collective: Annotated[
         Collective, typer.Option(help="jax_ring's explicit ring, or jax.lax.pmean.")
     ] = Collective.RING,
@@ -111,6 +115,13 @@ def main(
     resume: Annotated[
         bool, typer.Option("--resume", help="Continue from the newest checkpoint.")
     ] = Config.resume,
+    watchdog: Annotated[
+        float,
+        typer.Option(
+            help="Seconds without a sign of life of a process after which the others end, and say "
+            "which it was."
+        ),
+    ] = Config.watchdog,
 ) -> None:
     """Trains a byte-level transformer on the standard library's source, data-parallel.
 
@@ -120,11 +131,11 @@ def main(
     config = Config(**{**locals(), "collective": collective.value})
     try:
         config.validate()
-        # XLA reads its flags once, so they come first and JAX is imported last.
-        request_cpu_devices(config.devices)
+        # Before JAX: it must find its devices and the other processes.
+        processes.join(config)
         from language_model.training import run
 
-        raise typer.Exit(run(config, Console()))
+        raise typer.Exit(run(config))
     except ConfigError as error:
         raise typer.BadParameter(str(error)) from error
 

@@ -9,12 +9,17 @@ Checked on jax 0.10.2 and 0.12.0.1. What each is for:
 - `dispatch.apply_primitive`: evaluates a primitive eagerly, as lax's own are.
 - `ManualAxisType.update` and `ShapedArray.update`: result types made from operand types.
 - `distributed.global_state.client`: the key-value store of the coordination service.
+- `source_info_util.current`: the traceback of the equation that is lowered.
+- the event by which `jax.monitoring` tells that a program was lowered, and `lib.mlir.ir`, to read
+  its operations.
 - `module_context.axis_context` of a lowering, and `SPMDAxisContext`: which mesh axes are manual.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+import warnings
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -33,7 +38,9 @@ try:
     from jax._src import dispatch as _dispatch
     from jax._src import distributed as _distributed
     from jax._src import sharding_impls as _sharding_impls
+    from jax._src import source_info_util as _source_info
     from jax._src.lax import parallel as _parallel
+    from jax._src.lib.mlir import ir as _ir  # type: ignore[attr-defined]
 
     _CHECK_VMA = _config._check_vma
     _AUTO_PCAST = _config.auto_pcast
@@ -43,6 +50,8 @@ try:
     _BATCHERS = batching.fancy_primitive_batchers
     _DISTRIBUTED: Any = _distributed.global_state
     _SPMD_CONTEXT: Any = _sharding_impls.SPMDAxisContext
+    _SOURCE: Any = _source_info.current
+    _ADVANCE: Any = _ir.WalkResult.ADVANCE
 except (ImportError, AttributeError) as missing:
     raise ImportError(
         f"this jax_ring was checked with jax {OLDEST_JAX} to {NEWEST_CHECKED_JAX} and does not fit "
@@ -122,11 +131,33 @@ def varying_struct(shape: tuple[int, ...], dtype: Any, *avals: Aval) -> jax.Shap
     return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding, manual_axis_type=kind)
 
 
+@dataclasses.dataclass(frozen=True)
+class Lowering:
+    """A collective that becomes part of a program.
+
+    Attributes:
+      primitive: of the collective.
+      aval: the type of its operand.
+      params: its parameters.
+      mesh: the mesh, concrete where JAX knows it; None outside of `shard_map`.
+      module: the program, which is not yet complete.
+      traceback: of its call, or None.
+    """
+
+    primitive: Primitive
+    aval: Aval
+    params: Mapping[str, Any]
+    mesh: Any
+    module: Any
+    traceback: Any
+
+
 def collective_primitive(
     name: str,
     *,
     abstract_eval: Callable[..., tuple[Aval, set[Any]]],
     body: Callable[..., Any],
+    lowered: Callable[[Lowering], None],
     batch: Callable[..., tuple[Any, Any]],
     transpose: Callable[..., Any] | None = None,
     jvp: Callable[..., tuple[Any, Any]] | None = None,
@@ -138,6 +169,7 @@ def collective_primitive(
       name: shown in jaxprs.
       abstract_eval: `(aval, *seed, **params) -> (aval, effects)`.
       body: `(x, *seed, **params) -> y`, traced when the primitive is lowered.
+      lowered: is told when that happens, in a program once for all that are alike.
       batch: `(axis_data, values, dims, **params) -> (value, dim)`, for vmapped dimensions and for
         vmapped named axes alike.
       transpose: `(cotangent, x, **params) -> (cotangent,)` of the linear primitive; if None there
@@ -156,6 +188,11 @@ def collective_primitive(
     lower = mlir.lower_fun(body, multiple_results=multiple_results)
 
     def lowering(ctx: Any, *operands: Any, **params: Any) -> Any:
+        context = ctx.module_context
+        mesh = getattr(context.axis_context, "mesh", None)
+        lowered(
+            Lowering(primitive, ctx.avals_in[0], params, mesh, context.module, _SOURCE().traceback)
+        )
         avals = [_as_varying(aval) for aval in ctx.avals_in]
         return lower(ctx.replace(avals_in=avals), *operands, **params)
 
@@ -278,3 +315,79 @@ def coordinator_address() -> str | None:
     """Host and port of that service, where it is initialized."""
     address = _DISTRIBUTED.coordinator_address
     return None if address is None else str(address)
+
+
+# --- programs -------------------------------------------------------------------------------------
+
+_LOWERED = "/jax/core/compile/jaxpr_to_mlir_module_duration"
+_COMMUNICATES = (
+    *("stablehlo.collective_permute", "stablehlo.all_reduce", "stablehlo.all_gather"),
+    *("stablehlo.reduce_scatter", "stablehlo.all_to_all", "stablehlo.collective_broadcast"),
+)
+_WITH_WHOM = ("source_target_pairs", "replica_groups")
+
+
+def on_lowered(listener: Callable[[str], None]) -> None:
+    """Calls a function, from now on, with the name of each program whose lowering is complete.
+
+    It is called in the thread that lowers.
+    """
+
+    def heard(event: str, duration_secs: float, **details: Any) -> None:
+        del duration_secs
+        if event != _LOWERED:
+            return
+        try:
+            listener(str(details.get("fun_name", "")))
+        except Exception as error:
+            # JAX compiles meanwhile, which nothing here may stop.
+            warnings.warn(f"jax_ring: a program was not noted: {error!r}", stacklevel=2)
+
+    jax.monitoring.register_event_duration_secs_listener(heard)
+
+
+def communication(module: Any) -> list[str] | None:
+    """What a lowered program sends, in its order: operations, types, and who sends to whom.
+
+    The body of a loop counts once, called functions count at each call. None as long as the
+    program is not complete: while one is lowered JAX may lower another.
+    """
+    functions = {
+        op.attributes["sym_name"].value: op
+        for op in module.body.operations
+        if op.operation.name == "func.func"
+    }
+    texts: dict[str, list[str]] = {}
+
+    def of(name: str) -> list[str]:
+        if name not in texts:
+            texts[name] = [text for op in _calls_and_sends(functions[name]) for text in each(op)]
+        return texts[name]
+
+    def each(op: Any) -> list[str]:
+        if op.name == "func.call":
+            return of(op.attributes["callee"].value)
+        with_whom = [str(op.attributes[n]) for n in _WITH_WHOM if n in op.attributes]
+        return [" ".join([op.name, *(str(x.type) for x in op.operands), *with_whom])]
+
+    complete = all(_ends(function) for function in functions.values())
+    return of("main") if complete and "main" in functions else None
+
+
+def _ends(function: Any) -> bool:
+    """Whether the last operation of a function, if it has a body, returns."""
+    blocks = function.regions[0].blocks
+    operations = blocks[0].operations if len(blocks) else ()
+    return len(operations) > 0 and operations[len(operations) - 1].name == "func.return"
+
+
+def _calls_and_sends(function: Any) -> list[Any]:
+    found = []
+
+    def see(op: Any) -> Any:
+        if op.name == "func.call" or op.name in _COMMUNICATES:
+            found.append(op)
+        return _ADVANCE
+
+    function.operation.walk(see)
+    return found

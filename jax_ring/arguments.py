@@ -219,7 +219,7 @@ def prices_in_force(inner: int = 1) -> Prices:
       inner: the ranks of a group that may be joined by another link than the groups are.
     """
     settings = current()
-    links = choose.LINKS if settings.tuning is None else choose.load_tuning(settings.tuning)
+    links = choose.links_in(settings.tuning)
     within = between = settings.link
     if settings.link == "auto":
         within, between = choose.links_of(_compat.platform(), jax.process_count())

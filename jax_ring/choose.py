@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import hashlib
 import json
 import math
 import os
@@ -427,6 +428,22 @@ def load_tuning(path: str | os.PathLike[str]) -> Mapping[str, Link]:
         return _load(name, (state.st_mtime_ns, state.st_size))
     except OSError as error:
         raise _unusable(name, f"it can't be read: {error.strerror}") from None
+
+
+def links_in(tuning: str | os.PathLike[str] | None) -> Mapping[str, Link]:
+    """The links by a tuning file, or `LINKS` without one."""
+    return LINKS if tuning is None else load_tuning(tuning)
+
+
+def digest(links: Mapping[str, Link]) -> str:
+    """A short digest of all prices, the same for the same prices wherever they are from.
+
+    Example:
+      >>> digest(LINKS) == digest({**LINKS, "gloo": dataclasses.replace(LINKS["gloo"], source="")})
+      True
+    """
+    prices = {name: dataclasses.asdict(link) | {"source": ""} for name, link in links.items()}
+    return hashlib.sha256(json.dumps(prices, sort_keys=True).encode()).hexdigest()[:12]
 
 
 def _unusable(name: str, why: str) -> ValueError:

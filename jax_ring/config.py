@@ -9,6 +9,7 @@
 | JAX_RING_REDUCER   | auto, native, xla | auto    | what does the work on chunks                |
 | JAX_RING_UNROLL    | 1 or more | 32      | longer runs of like steps become a loop             |
 | JAX_RING_NATIVE    | 0, 1      | 1       | 0: neither build (at install) nor load native code  |
+| JAX_RING_CHECK_CONSISTENCY | 0, 1 | 1    | 0: do not compare what the processes compile        |
 | JAX_RING_CUDA      | 0, 1      | 0       | 1: also build the CUDA kernels (at install only)    |
 
 Settings are read while a function is traced; what is compiled already does not change.
@@ -29,6 +30,7 @@ from jax_ring.schedules import FAMILIES
 ALGORITHMS = ("auto", *FAMILIES, "xla")
 REDUCERS = ("auto", "native", "xla")
 LINKS = ("auto", *choose.LINKS)
+_FLAGS = ("native", "allow_xla", "check_consistency")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,6 +49,8 @@ class Settings:
       native: whether the native module may be loaded.
       reducer: what does the work on chunks: "native" code where there is any, plain JAX ("xla"),
         or ("auto") which of them was measured to be faster.
+      check_consistency: whether what the processes compile is compared, see
+        `jax_ring.consistency`.
     """
 
     algorithm: str = "auto"
@@ -56,6 +60,7 @@ class Settings:
     unroll: int = 32
     native: bool = True
     reducer: str = "auto"
+    check_consistency: bool = True
 
     def __post_init__(self) -> None:
         """Rejects what no setting can be."""
@@ -69,7 +74,7 @@ class Settings:
             raise ValueError(
                 f"unroll (JAX_RING_UNROLL) must be an integer of at least 1, got {self.unroll!r}"
             )
-        for name in ("native", "allow_xla"):
+        for name in _FLAGS:
             value = getattr(self, name)
             if not isinstance(value, bool):
                 raise ValueError(f"{name} (JAX_RING_{name.upper()}) must be a bool, got {value!r}")
@@ -96,7 +101,7 @@ class Settings:
         if "JAX_RING_UNROLL" in environment:
             found["unroll"] = _parse(environment, "JAX_RING_UNROLL", int, "an integer")
         flags = {"0": False, "false": False, "1": True, "true": True}
-        for name in ("native", "allow_xla"):
+        for name in _FLAGS:
             if (variable := f"JAX_RING_{name.upper()}") in environment:
                 found[name] = _parse(environment, variable, lambda v: flags[v], "0 or 1")
         if environment.get("JAX_RING_TUNING"):
@@ -131,7 +136,8 @@ def config(**changes: Any) -> Iterator[Settings]:
         ranks (`JAX_RING_LINK`); `tuning`, a tuning file (`JAX_RING_TUNING`); `unroll`, the longest
         run of like steps that is not made a loop (`JAX_RING_UNROLL`); `native`, whether native code
         may be used (`JAX_RING_NATIVE`); `reducer`, what does the work on chunks
-        (`JAX_RING_REDUCER`).
+        (`JAX_RING_REDUCER`); `check_consistency`, whether what the processes compile is compared
+        (`JAX_RING_CHECK_CONSISTENCY`).
 
     Yields:
       The settings in force.

@@ -28,7 +28,7 @@ from typing import Any
 import jax
 
 import jax_ring
-from jax_ring import _compat, rollcall
+from jax_ring import _compat, choose, consistency, rollcall
 from jax_ring.config import current
 from jax_ring.explanation import Collective, Explanation, explain
 from jax_ring.watchdog import Watchdog as Watchdog
@@ -347,7 +347,9 @@ def check_consistency(
 
     Processes that differ, by a branch on `jax.process_index()`, by settings or by data, wait for
     each other forever in the first collective that one of them does not have. Compared are order,
-    shapes, dtypes, axes, groups, algorithms, wires, loops, and the tuning file in force.
+    shapes, dtypes, axes, groups, algorithms with their chunks and channels, wires, the dtypes of
+    sums, loops, and the prices by which "auto" chooses: the content of tuning files, not their
+    names. See `jax_ring.consistency` for the check that needs no call.
 
     Args:
       f: a function, jitted or not, or what `jax_ring.explain` said of one.
@@ -364,7 +366,7 @@ def check_consistency(
       >>> check_consistency(jax.jit(lambda x: x + 1), 1.0)
     """
     found = f if isinstance(f, Explanation) else explain(f, *args, **kwargs)
-    own = [(f"tuning file {current().tuning}", ""), *map(_fingerprint, found.collectives)]
+    own = [_tuning(), *map(_fingerprint, found.collectives)]
     everyone = _exchanged("collectives", json.dumps(own), timeout)
     first = json.loads(everyone[0])
     for process, text in enumerate(everyone):
@@ -372,20 +374,32 @@ def check_consistency(
             itertools.zip_longest(first, json.loads(text), fillvalue=("none", ""))
         ):
             if a[0] != b[0]:
-                what = f"collective {i}" if i else "the tuning file"
+                what = f"collective {i}" if i else "the tuning"
                 raise RuntimeError(
                     f"jax_ring.check_consistency: processes differ in {what}: process 0 has "
                     f"{''.join(a)}; process {process} has {''.join(b)}"
                 )
 
 
+def _tuning() -> tuple[str, str]:
+    """The prices by which "auto" chooses, whatever the file is called, and where they are from."""
+    file = current().tuning
+    prices = choose.digest(choose.links_in(file))
+    return f"prices {prices}", f" from {file or 'jax_ring.choose.LINKS'}"
+
+
 def _fingerprint(c: Collective) -> tuple[str, str]:
     """What all processes must have alike, and where it stands in the source."""
-    groups = "" if c.groups is None else f" in groups {c.groups}"
-    nesting = "".join(f" in {loop}" for loop in c.nesting)
-    wire = "" if c.wire is None else f" over {c.wire}"
-    return (
-        f"{c.name} of {c.dtype}{list(c.shape)} over {'/'.join(c.axes)}{groups} by {c.algorithm}"
-        f"{wire}{nesting}",
-        f" at {c.file}:{c.line}",
+    what = consistency.described(
+        name=c.name,
+        dtype=c.dtype,
+        shape=c.shape,
+        axes=c.axes,
+        groups=c.groups,
+        algorithm=c.algorithm,
+        chunks=c.chunks,
+        channels=c.channels,
+        wire=c.wire,
+        reduce_dtype=c.reduce_dtype,
     )
+    return what + "".join(f" in {loop}" for loop in c.nesting), f" at {c.file}:{c.line}"

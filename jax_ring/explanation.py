@@ -9,7 +9,6 @@ arithmetic on one device.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import io
@@ -25,11 +24,10 @@ import numpy.typing as npt
 from jax.extend.core import Jaxpr, JaxprEqn, Primitive
 from jax.interpreters import partial_eval
 
-from jax_ring import _compat, arguments, choose, layout, primitives
+from jax_ring import _compat, arguments, callers, choose, layout, primitives
 from jax_ring._compat import ClosedJaxpr
 from jax_ring.executor import Groups
 from jax_ring.plan import plan
-from jax_ring.primitives import MAX, MIN, SUM
 from jax_ring.schedules import Kind, Op, Schedule, Step
 from jax_ring.wire import Blocks, WireFormat
 
@@ -94,6 +92,8 @@ class Collective:
       wire: the format in which chunks travel, or None.
       algorithm: its name; "xla" for lax's own, of which the rest is not known.
       reason: why it is that one.
+      chunks: into how many chunks it cuts the buffer.
+      channels: how many streams of steps go on side by side.
       steps: the communication steps, one after the other.
       bytes_sent: the bytes that a rank sends, the one that sends most.
       bytes_per_link: the bytes from one rank to another, over the busiest of these links.
@@ -119,6 +119,8 @@ class Collective:
     wire: str | None
     algorithm: str
     reason: str
+    chunks: int | None = None
+    channels: int | None = None
     steps: int | None = None
     bytes_sent: int | None = None
     bytes_per_link: int | None = None
@@ -386,11 +388,13 @@ def _ring_collectives(eqn: JaxprEqn, scope: _Scope) -> Iterator[Collective]:
             costs = _costs(eqn, schedule, method.wire, reduce_dtype)
         yield dataclasses.replace(
             _common(eqn, scope, operand, axes, ranks, groups),
-            name=_name(eqn),
+            name=primitives.public_name(eqn.primitive, eqn.params),
             reduce_dtype=None if kind is Kind.ALL_GATHER else str(reduce_dtype),
             wire=None if method.wire is None else method.wire.name,
             algorithm=schedule.name,
             reason=method.reason,
+            chunks=schedule.chunks,
+            channels=schedule.channels,
             **costs,
         )
 
@@ -441,12 +445,12 @@ def _common(
     groups: Groups | None,
 ) -> Collective:
     """What is known of every collective; the rest is for the caller to fill in."""
-    caller = next((frame for frame in _frames(eqn) if not _is_ours(frame)), None)
+    file, line = callers.place(eqn.source_info.traceback)
     names = "/".join(scope.names)
     return Collective(
         name="",
-        file=caller.file_name if caller else "",
-        line=caller.line_num if caller else 0,
+        file=file,
+        line=line,
         scope=names,
         backward="transpose(" in names,
         nesting=scope.nesting,
@@ -462,20 +466,6 @@ def _common(
         algorithm="",
         reason="",
     )
-
-
-def _name(eqn: JaxprEqn) -> str:
-    """The public function that does it."""
-    if eqn.primitive is primitives.all_gather_p:
-        return "all_gather"
-    reduction, mean = eqn.params.get("reduction", SUM), eqn.params["mean"]
-    if eqn.primitive is primitives.reduce_scatter_p:
-        what = "mean" if mean else reduction.name
-        return "psum_scatter" if what == "sum" else f"reduce_scatter_{what}"
-    names = {SUM: "psum", MAX: "pmax", MIN: "pmin"}
-    name = "pmean" if mean else names.get(reduction, f"all_reduce_{reduction.name}")
-    feedback = eqn.primitive is primitives.all_reduce_feedback_p
-    return f"error_feedback.{name}" if feedback else name
 
 
 # --- what it sends --------------------------------------------------------------------------------
@@ -592,28 +582,10 @@ def _moves(schedule: Schedule, apart: bool) -> Iterator[tuple[Step, int, int]]:
         yield segment.first, segment.count, reduces if segment.first.op is Op.REDUCE else 2
 
 
-# --- where it is called ---------------------------------------------------------------------------
-
-_OURS = os.path.dirname(os.path.abspath(__file__)) + os.sep
-# contextlib: functions of JAX and of Python that wrap others.
-_THEIRS = (os.path.dirname(os.path.abspath(jax.__file__)) + os.sep, contextlib.__file__)
-
-
-def _frames(eqn: JaxprEqn) -> list[Any]:
-    """The frames of the call that made an equation, the innermost first, without those of JAX."""
-    traceback = eqn.source_info.traceback
-    frames: list[Any] = traceback.frames if traceback is not None else []
-    return [frame for frame in frames if not frame.file_name.startswith(_THEIRS)]
-
-
-def _is_ours(frame: Any) -> bool:
-    return bool(frame.file_name.startswith(_OURS))
-
-
 def _why_lax(eqn: JaxprEqn, backward: bool) -> str:
     casts = primitives.cast_varying.__name__
-    innermost = _frames(eqn)[:1]
-    if any(_is_ours(f) and not f.function_name.endswith(casts) for f in innermost):
+    innermost = callers.frames(eqn.source_info.traceback)[:1]
+    if any(callers.is_ours(f) and not f.function_name.endswith(casts) for f in innermost):
         return "algorithm='xla' was asked for, or chosen by 'auto'"
     if backward:
         return "the derivative of a cast to varying, or of lax's own"
@@ -648,7 +620,8 @@ def _cells(c: Collective, reasons: list[str]) -> Iterator[list[str]]:
     sums = [] if c.reduce_dtype in (None, c.dtype) else [f"sums in {c.reduce_dtype}"]
     wire = [] if c.wire is None else [f"wire {c.wire}"]
     yield [f"{c.dtype}[{','.join(map(str, c.shape))}]", _size(c.nbytes), *sums, *wire]
-    yield [c.algorithm, *([f"[{reasons.index(c.reason) + 1}]"] if c.reason else [])]
+    channels = [] if c.channels in (None, 0, 1) else [f"{c.channels} channels"]
+    yield [c.algorithm, *channels, *([f"[{reasons.index(c.reason) + 1}]"] if c.reason else [])]
     time = [] if c.seconds is None else [_duration(c.seconds)]
     yield ["?"] if c.steps is None else [str(c.steps), *time]
     yield [_size(n) for n in (c.bytes_sent, c.bytes_per_link) if n is not None] or ["?"]

@@ -22,15 +22,16 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.extend.core import Primitive
 from jax.sharding import PartitionSpec
 
-from jax_ring import _compat, executor, layout
+from jax_ring import _compat, consistency, executor, layout
 from jax_ring.chunk_reduce import OPS, Codec, takes
 from jax_ring.executor import Array, Communicator, Groups
 from jax_ring.plan import plan
@@ -173,6 +174,41 @@ def _label(reduction: Reduction, mean: bool) -> str:
     if mean:
         return "pmean"
     return {SUM: "psum", MAX: "pmax", MIN: "pmin"}.get(reduction, f"all_reduce_{reduction.name}")
+
+
+def public_name(primitive: Primitive, params: Mapping[str, Any]) -> str:
+    """The public function that makes such a primitive."""
+    if primitive is all_gather_p:
+        return "all_gather"
+    reduction, mean = params.get("reduction", SUM), params["mean"]
+    if primitive is reduce_scatter_p:
+        what = "mean" if mean else reduction.name
+        return "psum_scatter" if what == "sum" else f"reduce_scatter_{what}"
+    name = _label(reduction, mean)
+    return f"error_feedback.{name}" if primitive is all_reduce_feedback_p else name
+
+
+def _lowered(lowering: _compat.Lowering) -> None:
+    """Notes a collective that becomes part of a program, for the comparison of processes."""
+    params = lowering.params
+    method = params["method"]
+    schedule = method.algorithm if isinstance(method.algorithm, Schedule) else None
+
+    def described() -> str:
+        return consistency.described(
+            name=public_name(lowering.primitive, params),
+            dtype=str(lowering.aval.dtype),
+            shape=lowering.aval.shape,
+            axes=params["axes"],
+            groups=params.get("groups"),
+            algorithm=_called(method.algorithm),
+            chunks=None if schedule is None else schedule.chunks,
+            channels=None if schedule is None else schedule.channels,
+            wire=None if method.wire is None else method.wire.name,
+            reduce_dtype=str(params.get("reduce_dtype", "")),
+        )
+
+    consistency.note(lowering, params["axes"], described)
 
 
 # --- all_reduce ----------------------------------------------------------------------------------
@@ -494,6 +530,7 @@ all_reduce_p = _compat.collective_primitive(
     "jax_ring_all_reduce",
     abstract_eval=_all_reduce_type,
     body=_all_reduce,
+    lowered=_lowered,
     transpose=_all_reduce_transpose,
     batch=_all_reduce_batch,
     jvp=_all_reduce_jvp,
@@ -550,6 +587,7 @@ all_reduce_feedback_p = _compat.collective_primitive(
     "jax_ring_all_reduce_feedback",
     abstract_eval=_feedback_type,
     body=_feedback,
+    lowered=_lowered,
     batch=_feedback_batch,
     multiple_results=True,
 )
@@ -764,6 +802,7 @@ reduce_scatter_p = _compat.collective_primitive(
     "jax_ring_reduce_scatter",
     abstract_eval=_reduce_scatter_type,
     body=_reduce_scatter,
+    lowered=_lowered,
     transpose=_reduce_scatter_transpose,
     batch=_reduce_scatter_batch,
     jvp=_reduce_scatter_jvp,
@@ -921,6 +960,7 @@ all_gather_p = _compat.collective_primitive(
     "jax_ring_all_gather",
     abstract_eval=_all_gather_type,
     body=_all_gather,
+    lowered=_lowered,
     transpose=_all_gather_transpose,
     batch=_all_gather_batch,
     jvp=_all_gather_jvp,

@@ -23,7 +23,7 @@ from typing import Any
 
 import jax
 
-from jax_ring import _compat, last_words
+from jax_ring import _compat, consistency, last_words
 
 EXIT_STATUS = 70  # EX_SOFTWARE of sysexits.h.
 _KEY = "jax_ring/heartbeat"
@@ -44,6 +44,7 @@ class Watchdog:
         self._seen: dict[int, tuple[dict[str, Any], float]] = {}
         self._exchanged = time.monotonic()
         self._told: int | None = None
+        self._compared: int | None = None
         self._failed = ""
         self._stop = threading.Event()
         self._speaker: subprocess.Popen[bytes] | None = None
@@ -112,10 +113,10 @@ class Watchdog:
         """Writes and reads heartbeats. It may hang where process 0 does, which `_watch` sees."""
         own = {"where": f"{socket.gethostname()}, pid {os.getpid()}"}
         left = False
-        while not left:
-            left = self._stop.wait(self._interval)
+        while True:
             self._beats += 1
             now = {"beat": self._beats, "step": self._step, "left": left, "failed": self._failed}
+            now["late"] = time.monotonic() - self._advanced > self.timeout
             beat = json.dumps(own | now)
             # While the store fails, nothing is exchanged: the other thread will say so.
             with contextlib.suppress(jax.errors.JaxRuntimeError):
@@ -124,6 +125,10 @@ class Watchdog:
                 for name, text in self._client.key_value_dir_get(_KEY):
                     self._note(int(name.rpartition("/")[2]), json.loads(text))
                 self._exchanged = time.monotonic()
+                self._compare()
+            if left:
+                return
+            left = self._stop.wait(self._interval)
 
     def _end_late(self) -> None:
         time.sleep(self.timeout)
@@ -169,6 +174,19 @@ class Watchdog:
             )
         )
 
+    def _compare(self) -> None:
+        """Where no process gets on, looks once in a step whether all have compiled the same."""
+        beats = [beat for beat, _ in self._seen.values()]
+        if self._step == self._compared or not all(b.get("late") or b.get("left") for b in beats):
+            return
+        self._compared = self._step
+        if (found := consistency.difference()) is not None:
+            self._end_with(*found)
+        elif (found := consistency.missing()) is not None:
+            # It may only be late, so that this is no reason to end.
+            process, why = found
+            _say(f"nobody gets on; process {process} {why}")
+
     def _end(self, process: int, seconds: float) -> None:
         self._end_with(process, f"gave no sign of life for {seconds:.1f} s")
 
@@ -197,7 +215,9 @@ def watchdog(timeout: float = 60.0) -> Watchdog:
     After `timeout` seconds without a sign of life of another process, this one says which it is and
     in which steps both are, and exits with status `EXIT_STATUS`; likewise where another left the
     with statement by an error. Where all live and a step takes longer than that, it says once who
-    is the furthest behind, and goes on.
+    is the furthest behind, and goes on. Where all are late, it compares what they have compiled,
+    see `jax_ring.consistency`: if two have each a program that the other has not, they end, and say
+    in what they differ.
 
     Args:
       timeout: in seconds; give a dead process's heartbeats time, so at least a few. Keep it below

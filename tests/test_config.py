@@ -15,6 +15,7 @@ def test_defaults():
         unroll=32,
         native=True,
         reducer="auto",
+        check_consistency=True,
     )
 
 
@@ -28,6 +29,7 @@ def test_defaults():
         ("JAX_RING_NATIVE", "true", "native", True),
         ("JAX_RING_ALLOW_XLA", "1", "allow_xla", True),
         ("JAX_RING_LINK", "GLOO", "link", "gloo"),
+        ("JAX_RING_CHECK_CONSISTENCY", "0", "check_consistency", False),
     ],
 )
 def test_variables(variable, text, field, value):
@@ -46,6 +48,7 @@ def test_variables(variable, text, field, value):
         ("JAX_RING_UNROLL", "0"),
         ("JAX_RING_UNROLL", "many"),
         ("JAX_RING_NATIVE", "2"),
+        ("JAX_RING_CHECK_CONSISTENCY", "never"),
     ],
 )
 def test_bad_values_name_the_variable(variable, text):

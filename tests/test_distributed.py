@@ -10,17 +10,19 @@ import sys
 import textwrap
 import threading
 import time
-import types
 
 import jax
 import jax.numpy as jnp
 import pytest
 from harness import mesh
 from jax.sharding import PartitionSpec as P
+from processes import finish, free_port, start
 
 import jax_ring
 from jax_ring import distributed, rollcall
-from jax_ring.distributed import check_consistency, find
+from jax_ring.choose import Link, save_tuning
+from jax_ring.distributed import check_consistency, find, launched
+from jax_ring.schedules import ring
 from jax_ring.watchdog import EXIT_STATUS, Watchdog
 
 WHERE = {"JAX_RING_COORDINATOR": "node1:1234"}
@@ -55,6 +57,7 @@ WHERE = {"JAX_RING_COORDINATOR": "node1:1234"}
 def test_what_launchers_say(environment, found):
     place = find(environment)
     assert (place.coordinator, place.processes, place.process) == (found, 4, 3)
+    assert launched(environment)
 
 
 def test_arguments_come_first():
@@ -83,12 +86,6 @@ def test_arguments_come_first():
 def test_what_is_missing_or_contradictory_is_said(environment, message):
     with pytest.raises(ValueError, match=message):
         find(environment)
-
-
-def free_port():
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]
 
 
 def test_a_stranger_at_the_roll_call_is_passed_over():
@@ -123,13 +120,57 @@ def test_one_process_is_consistent():
     check_consistency(f, jnp.ones(2))
 
 
-def test_names_of_tuning_files_are_compared_whole(monkeypatch):
-    monkeypatch.setattr(distributed, "current", lambda: types.SimpleNamespace(tuning="a at b"))
-    monkeypatch.setattr(
-        distributed, "_exchanged", lambda _, own, timeout: [own, own.replace("a at b", "a at c")]
-    )
-    with pytest.raises(RuntimeError, match=r"differ in the tuning file: .* a at b; .* a at c"):
-        check_consistency(lambda x: x, 1.0)
+@pytest.fixture
+def as_two_processes(monkeypatch):
+    """Checks one function and then another, as if two processes did."""
+
+    def check(first, second, settings=({}, {})):
+        said = []
+        monkeypatch.setattr(
+            distributed, "_exchanged", lambda what, own, timeout: said.append(own) or said
+        )
+        for f, changes in zip((first, second), settings, strict=True):
+            whole = jax.shard_map(f, mesh=mesh(2), in_specs=P("x"), out_specs=P("x"))
+            with jax_ring.config(**changes):
+                check_consistency(whole, jnp.ones((2, 4), jnp.bfloat16))
+
+    return check
+
+
+def psum(**how):
+    return lambda v: jax.lax.pcast(jax_ring.psum(v, "x", **how), "x", to="varying")
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "difference"),
+    [
+        ({"algorithm": "ring"}, {"algorithm": "direct"}, "by ring .*; .* by direct "),
+        ({"wire": "int8"}, {"wire": "bfloat16"}, "sent as int8 .*; .* sent as bfloat16"),
+        ({}, {"reduce_dtype": jnp.float32}, "by ring .*; .* with sums in float32"),
+        (
+            {"algorithm": ring(2)},
+            {"algorithm": ring(2, channels=2)},
+            "of 2 chunks .*; .* of 4 chunks on 2 channels ",
+        ),
+        ({"algorithm": ring(2)}, {"algorithm": ring(2, segments=3)}, "of 2 chunks.* of 6 chunks"),
+    ],
+)
+def test_what_decides_the_program_is_compared(as_two_processes, first, second, difference):
+    with pytest.raises(RuntimeError, match=f"differ in collective 1: process 0 .*{difference}"):
+        as_two_processes(*(psum(**{"algorithm": "ring"} | how) for how in (first, second)))
+
+
+def test_tuning_files_are_compared_by_what_they_say(as_two_processes, tmp_path):
+    a, b, other = (str(tmp_path / name) for name in ("a.json", "b.json", "other.json"))
+    save_tuning(a, {"gloo": Link(alpha=1e-3, beta=1e-9, source="here")})
+    save_tuning(b, {"gloo": Link(alpha=1e-3, beta=1e-9, source="there")})
+    save_tuning(other, {"gloo": Link(alpha=2e-3, beta=1e-9)})
+    f = psum(algorithm="ring")
+    as_two_processes(f, f, settings=({"tuning": a}, {"tuning": b}))
+    for first, second in ((a, other), (None, a)):
+        message = "differ in the tuning: process 0 has prices .* from .*; process 1 has prices .*"
+        with pytest.raises(RuntimeError, match=message + re.escape(second)):
+            as_two_processes(f, f, settings=({"tuning": first}, {"tuning": second}))
 
 
 def test_a_watchdog_wants_time():
@@ -138,42 +179,6 @@ def test_a_watchdog_wants_time():
 
 
 # --- several processes ----------------------------------------------------------------------------
-
-
-def start(code, processes, devices=1, ids=None, coordinator=None, count=None, **more):
-    """Starts the code in several processes."""
-    coordinator = coordinator or f"127.0.0.1:{free_port()}"
-    started = []
-    for i in range(processes) if ids is None else ids:
-        environment = {
-            **{k: v for k, v in os.environ.items() if k != "XLA_FLAGS"},
-            "JAX_PLATFORMS": "cpu",
-            "XLA_FLAGS": "--xla_force_host_platform_device_count="
-            + str(devices[i] if isinstance(devices, list) else devices),
-            "JAX_RING_COORDINATOR": coordinator,
-            "JAX_RING_PROCESSES": str(count[i] if count else processes),
-            "JAX_RING_PROCESS": str(i),
-            **more,
-        }
-        started.append(
-            subprocess.Popen(
-                [sys.executable, "-W", "ignore", "-c", textwrap.dedent(code)],
-                env=environment,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                text=True,
-            )
-        )
-    return started
-
-
-def finish(started, timeout=120):
-    try:
-        outputs = [p.communicate(timeout=timeout) for p in started]
-    finally:
-        for p in started:
-            p.kill()
-    return [(p.returncode, *output) for p, output in zip(started, outputs, strict=True)]
 
 
 JOIN = """

@@ -39,7 +39,8 @@ class Checkpoints:
     """The checkpoints of a run; does nothing if the config names no directory.
 
     Orbax writes a checkpoint under a temporary name and renames it when it is complete, so an
-    interrupt never leaves a broken one behind.
+    interrupt never leaves a broken one behind. Several processes write one together, into a
+    directory that all of them see.
     """
 
     def __init__(self, config: Config) -> None:

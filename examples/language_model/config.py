@@ -46,6 +46,7 @@ class Config:
       output_dir: where the plot and the metrics go.
       checkpoint_dir: where checkpoints go; None keeps none.
       resume: continue from the newest checkpoint.
+      watchdog: seconds without a sign of life of a process after which the others end.
     """
 
     devices: int = 8
@@ -74,6 +75,7 @@ class Config:
     output_dir: Path = Path("demo_output")
     checkpoint_dir: Path | None = None
     resume: bool = False
+    watchdog: float = 60.0
 
     def validate(self) -> None:
         """Checks what can be checked before JAX is imported.
@@ -152,6 +154,7 @@ _POSITIVE = (
     "checkpoint_every",
     "measure_every",
     "tolerance",
+    "watchdog",
 )
 
 

@@ -14,6 +14,7 @@ import numpy.typing as npt
 from language_model.config import ConfigError
 
 Bytes = npt.NDArray[np.uint8]
+Starts = npt.NDArray[np.int64]
 VOCABULARY = 256
 HELD_OUT_EVERY = 10
 LEAST_HELD_OUT_BYTES = 20_000
@@ -75,8 +76,8 @@ def _join(files: list[Path], limit: int) -> tuple[Bytes, int]:
     return np.frombuffer(bytes(text[:limit]), np.uint8), used
 
 
-def evaluation_batches(text: Bytes, window: int, batch: int, count: int) -> list[Bytes]:
-    """`count` fixed batches of windows, spread evenly over the text.
+def evaluation_batches(text: Bytes, window: int, batch: int, count: int) -> list[Starts]:
+    """Where the windows of `count` fixed batches start, spread evenly over the text.
 
     Raises:
       ConfigError: if the text is shorter than a window.
@@ -87,16 +88,18 @@ def evaluation_batches(text: Bytes, window: int, batch: int, count: int) -> list
             "a larger --corpus-bytes gives more"
         )
     starts = np.linspace(0, len(text) - window - 1, count * batch).astype(np.int64)
-    return list(_windows(text, starts, window).reshape(count, batch, window + 1))
+    return list(starts.reshape(count, batch))
 
 
-def _windows(text: Bytes, starts: npt.NDArray[np.int64], window: int) -> Bytes:
+def windows(text: Bytes, starts: Starts, window: int) -> Bytes:
     """One byte more than the window: inputs and targets overlap in all but one."""
     return text[starts[:, None] + np.arange(window + 1)]
 
 
 class Batches:
     """Endless batches of windows: each epoch cuts the text at a new offset, in a new order.
+
+    Every process goes through the same order, and reads only the windows of its own devices.
 
     Its place is two plain values, so a checkpoint can hold it.
     """
@@ -123,13 +126,13 @@ class Batches:
         self._starts = offset + self._window * self._rng.permutation(count)
         self._position = 0
 
-    def next(self) -> Bytes:
-        """The next batch: uint8 [batch, window + 1]."""
+    def next(self) -> Starts:
+        """Where the windows of the next batch start: int64 [batch]."""
         if self._position + self._batch > len(self._starts):
             self._start_epoch()
         starts = self._starts[self._position : self._position + self._batch]
         self._position += self._batch
-        return _windows(self._text, starts, self._window)
+        return starts
 
     def place(self) -> dict[str, Any]:
         """Where the data stands, as JSON: the generator before this epoch, and the windows read."""

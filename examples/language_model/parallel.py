@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -41,8 +42,10 @@ from jax_ring.gradients import (
     shard_specs,
     sharded_optimizer,
     sync_gradients,
+    unshard,
 )
 from language_model.config import Config, ConfigError
+from language_model.data import Bytes
 from language_model.model import Gather, Transformer, bits_per_byte
 
 AXIS = "data"
@@ -71,6 +74,11 @@ def make_mesh(devices: int) -> Mesh:
       ConfigError: if there are too few.
     """
     found = jax.devices()
+    if jax.process_count() > 1 and len(found) != devices:
+        raise ConfigError(
+            f"--devices must be {len(found)}, the devices of all {jax.process_count()} processes, "
+            f"got {devices}"
+        )
     if len(found) < devices:
         raise ConfigError(
             f"--devices must be at most {len(found)}, the {found[0].platform} devices that JAX "
@@ -116,7 +124,28 @@ def initial_state(mesh: Mesh, params: nnx.State, config: Config) -> TrainState:
     state = TrainState(
         parts if config.zero == 3 else params, make_optimizer(config, "ring").init(parts)
     )
-    return jax.device_put(state, shardings(mesh, state))
+    return put(state, shardings(mesh, state))
+
+
+def put(tree: Any, where: Any) -> Any:
+    """Arrays that every process has, each on its devices, some of which may be other processes'."""
+
+    def place(leaf: Any, sharding: NamedSharding) -> jax.Array:
+        host = np.asarray(leaf)
+        return jax.make_array_from_callback(host.shape, sharding, lambda index: host[index])
+
+    return jax.tree.map(place, tree, where)
+
+
+def speaks() -> bool:
+    """Whether this process prints and writes for all."""
+    return jax.process_index() == 0
+
+
+def on_one_device(mesh: Mesh, params: Any) -> Any:
+    """The whole parameters on the first device of this process."""
+    everywhere = jax.jit(unshard, out_shardings=NamedSharding(mesh, P()))(params)
+    return jax.tree.map(lambda leaf: leaf.addressable_data(0), everywhere)
 
 
 def shardings(mesh: Mesh, tree: Any) -> Any:
@@ -208,6 +237,7 @@ def make_reduction(mesh: Mesh, config: Config, collective: str) -> Any:
     return jax.jit(jax.shard_map(reduce_rows, mesh=mesh, in_specs=P(AXIS), out_specs=specs))
 
 
-def split_batch(mesh: Mesh, windows: np.ndarray) -> jax.Array:
-    """Gives every device its slice of a batch."""
-    return jax.device_put(windows, NamedSharding(mesh, P(AXIS)))
+def split_batch(mesh: Mesh, shape: tuple[int, ...], read: Callable[[slice], Bytes]) -> jax.Array:
+    """Gives every device its slice of a batch. Each process reads those of its own devices only."""
+    where = NamedSharding(mesh, P(AXIS))
+    return jax.make_array_from_callback(shape, where, lambda index: read(index[0]))

@@ -19,13 +19,22 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.text import Text
 
 import jax_ring
+from jax_ring.distributed import Watchdog, check_consistency, watchdog
 from jax_ring.explanation import Explanation
 from jax_ring.gradients import shard_like, unshard
 from jax_ring.wire import NAMES as WIRES
 from language_model import parallel, report
 from language_model.checkpoint import Checkpoints
 from language_model.config import Config, ConfigError
-from language_model.data import Batches, Bytes, Corpus, evaluation_batches, load_corpus
+from language_model.data import (
+    Batches,
+    Bytes,
+    Corpus,
+    Starts,
+    evaluation_batches,
+    load_corpus,
+    windows,
+)
 from language_model.model import Transformer, generate, init_model
 
 EVALUATION_BATCHES = 4
@@ -57,15 +66,22 @@ class Setup:
         c = self.config
         return Batches(self.corpus.train, c.window, c.batch, c.seed)
 
+    def on_devices(self, text: Bytes, starts: Starts) -> jax.Array:
+        """The windows of a batch, uint8 [batch, window + 1], each on its device."""
+        window = self.config.window
+        shape = (len(starts), window + 1)
+        return parallel.split_batch(
+            self.mesh, shape, lambda rows: windows(text, starts[rows], window)
+        )
+
     def compile_step(self, collective: str) -> tuple[Any, Explanation]:
         """The train step, compiled ahead of its first call, and the collectives that it makes."""
         state = self.initial_state()
         step = parallel.make_train_step(self.mesh, self.graph, state, self.config, collective)
-        shape = (self.config.batch, self.config.window + 1)
-        windows = parallel.split_batch(self.mesh, np.zeros(shape, np.uint8))
+        batch = self.on_devices(self.corpus.train, np.zeros(self.config.batch, np.int64))
         # Without a loop over the ring's steps, so that each is an instruction we can count.
         with jax_ring.config(unroll=max(2, self.config.devices)):
-            return step.lower(state, windows).compile(), jax_ring.explain(step, state, windows)
+            return step.lower(state, batch).compile(), jax_ring.explain(step, state, batch)
 
 
 class Trainer:
@@ -88,10 +104,13 @@ class Trainer:
         )
         self._reduction = parallel.make_reduction(setup.mesh, config, collective)
         ranks = NamedSharding(setup.mesh, P(parallel.AXIS))
-        self._rows = jax.tree.map(
-            lambda leaf: jnp.zeros((config.devices, *leaf.shape), leaf.dtype, device=ranks),
-            jax.eval_shape(unshard, self.state.params),
-        )
+        shapes = jax.eval_shape(unshard, self.state.params)
+        self._rows = jax.jit(
+            lambda: jax.tree.map(
+                lambda leaf: jnp.zeros((config.devices, *leaf.shape), leaf.dtype), shapes
+            ),
+            out_shardings=ranks,
+        )()
         rows_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(self._rows))
         self.timings.reduction_bytes = rows_bytes // config.devices
 
@@ -103,8 +122,8 @@ class Trainer:
     def train_step(self) -> None:
         """Takes one step and notes its loss and time."""
         start = time.perf_counter()
-        windows = self._on_devices(self.batches.next())
-        self.state, loss = self.compiled(self.state, windows)
+        batch = self.setup.on_devices(self.setup.corpus.train, self.batches.next())
+        self.state, loss = self.compiled(self.state, batch)
         self.history.train.append(float(loss))
         self.timings.step.append(time.perf_counter() - start)
 
@@ -118,20 +137,22 @@ class Trainer:
 
     def evaluate(self) -> None:
         """Notes the validation loss."""
+        text = self.setup.corpus.validation
         losses = [
-            float(self._evaluate(self.state.params, self._on_devices(windows)))
-            for windows in self._held_out
+            float(self._evaluate(self.state.params, self.setup.on_devices(text, starts)))
+            for starts in self._held_out
         ]
         self.history.validation.append((self.step, float(np.mean(losses))))
 
     def resume(self, checkpoints: Checkpoints) -> None:
         """Continues from the newest checkpoint."""
-        whole = jax.eval_shape(unshard, self.state)
+        like = jax.eval_shape(lambda state: state, self.state)
+        whole = jax.eval_shape(unshard, like)
         restored = checkpoints.restore(whole, parallel.shardings(self.setup.mesh, whole))
         # Saved whole, it is cut anew, for as many ranks as there are now.
         self.state = jax.jit(
-            lambda state: shard_like(state, self.state),
-            out_shardings=parallel.shardings(self.setup.mesh, self.state),
+            lambda state: shard_like(state, like),
+            out_shardings=parallel.shardings(self.setup.mesh, like),
         )(restored.state)
         self.batches.go_to(restored.place)
         self.history = report.History(**restored.history)
@@ -142,12 +163,9 @@ class Trainer:
         whole = jax.jit(unshard)(self.state)
         checkpoints.save(self.step, whole, self.batches.place(), history)
 
-    def _on_devices(self, windows: Bytes) -> jax.Array:
-        return parallel.split_batch(self.setup.mesh, windows)
 
-
-def run(config: Config, console: Console) -> int:
-    """Trains by the options and reports.
+def run(config: Config) -> int:
+    """Trains by the options and reports; of several processes the first one speaks.
 
     Returns:
       The exit status: 0, or 1 if a check failed, or 130 after Ctrl-C.
@@ -156,6 +174,7 @@ def run(config: Config, console: Console) -> int:
       ConfigError: for options that only now turn out not to work.
     """
     logging.getLogger("absl").setLevel(logging.ERROR)  # orbax tells about every checkpoint
+    console = Console(quiet=not parallel.speaks())
     with Checkpoints(config) as checkpoints:
         setup = prepare(config)
         console.print(describe(setup))
@@ -164,12 +183,15 @@ def run(config: Config, console: Console) -> int:
         if config.resume:
             trainer.resume(checkpoints)
             console.print(f"resumed after step {trainer.step}")
-        try:
-            train(trainer, checkpoints, console)
-        except KeyboardInterrupt:
-            console.print(interrupted(trainer, checkpoints), soft_wrap=True)
-            return 130
-    return finish(trainer, console)
+        # Processes that differ would wait for each other; one that dies would be waited for.
+        check_consistency(trainer.planned)
+        with watchdog(config.watchdog) as dog:
+            try:
+                train(trainer, checkpoints, console, dog)
+            except KeyboardInterrupt:
+                console.print(interrupted(trainer, checkpoints), soft_wrap=True)
+                return 130
+            return finish(trainer, console)
 
 
 def prepare(config: Config) -> Setup:
@@ -194,12 +216,13 @@ def describe(setup: Setup) -> str:
     )
 
 
-def train(trainer: Trainer, checkpoints: Checkpoints, console: Console) -> None:
+def train(trainer: Trainer, checkpoints: Checkpoints, console: Console, dog: Watchdog) -> None:
     """Takes the remaining steps, with a progress bar."""
     config = trainer.setup.config
     with _progress(console) as progress:
         task = progress.add_task("", total=config.steps, loss=0.0, rate=0.0, share=0.0)
         while trainer.step < config.steps:
+            dog.step(trainer.step)
             trainer.train_step()
             last = trainer.step == config.steps
             if trainer.step % config.measure_every == 0 or last:
@@ -266,7 +289,8 @@ def finish(trainer: Trainer, console: Console) -> int:
     console.print(report.communication_table(sent, held))
     with console.status("repeating the first steps with the other collective"):
         check = compare_collectives(trainer)
-    write_outputs(trainer, sent, held, unigram, check)
+    if parallel.speaks():
+        write_outputs(trainer, sent, held, unigram, check)
     console.print(
         f"{check.verdict(config)}\n"
         f"check: the compiled step communicates as the schedule says: {_verdict(sent.agrees)}\n"
@@ -279,9 +303,9 @@ def finish(trainer: Trainer, console: Console) -> int:
 
 
 def sample(trainer: Trainer) -> Text:
-    """Text by the trained model, on one device."""
-    config, mesh = trainer.setup.config, trainer.setup.mesh
-    params = jax.device_put(unshard(trainer.state.params), mesh.devices.flat[0])
+    """Text by the trained model, on one device of each process."""
+    config = trainer.setup.config
+    params = parallel.on_one_device(trainer.setup.mesh, trainer.state.params)
     text = generate(trainer.setup.graph, params, config.prompt.encode(), config)
     return Text(text.decode("utf-8", errors="replace"))
 

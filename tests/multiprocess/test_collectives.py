@@ -1,12 +1,12 @@
 """The same collectives across processes, through JAX's own engine (gloo on CPU)."""
 
 import os
-import socket
 import subprocess
 import sys
 import textwrap
 
 import pytest
+from processes import free_port
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.slow]
 
@@ -24,12 +24,6 @@ def rows(x):
 def local(y):
     return np.asarray(y.addressable_data(0))
 """
-
-
-def free_port():
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]
 
 
 def run(code, processes=2, devices=4, timeout=240):

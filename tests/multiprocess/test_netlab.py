@@ -1,13 +1,17 @@
 """What crosses the links between hosts, by the counters of their interfaces."""
 
+import contextlib
 import json
 import os
 import re
+import subprocess
 import sys
 import textwrap
+import time
 
 import pytest
 from netlab import NETDEV, Lab, Unavailable
+from processes import finish
 
 pytestmark = pytest.mark.netlab
 
@@ -156,6 +160,52 @@ def test_links_count_what_they_carry_and_carry_no_more_than_their_rate(network):
         assert lab.sent_bytes(1) - before == pytest.approx(4 << 20, rel=0.02)
         # Two token buckets of 256 KiB are on the way.
         assert float(seconds) > ((4 << 20) - 2 * (256 << 10)) * 8 / 200e6
+
+
+STEPS = """
+import os, pathlib, jax, numpy as np, jax_ring
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+jax_ring.distributed.initialize()
+mesh = Mesh(jax.devices(), "x")
+where = NamedSharding(mesh, P("x"))
+x = jax.make_array_from_callback((4, 8), where, lambda i: np.ones((4, 8), np.float32)[i])
+f = jax.jit(jax.shard_map(lambda v: jax_ring.psum(v, "x") / 4, mesh=mesh, in_specs=P("x"),
+                          out_specs=P("x"), check_vma=False))
+with jax_ring.distributed.watchdog(timeout=5) as dog:
+    for step in range(1_000_000):
+        dog.step(step)
+        x = jax.block_until_ready(f(x))
+        if step == 20:
+            pathlib.Path(os.environ["BEGUN"]).touch()
+"""
+
+
+@pytest.mark.parametrize("victim", [0, 2])
+def test_a_host_that_is_cut_off_ends_the_job_everywhere(tmp_path, network, victim):
+    network(2)
+    with Lab(4, "1gbit") as lab, contextlib.ExitStack() as stack:
+        shared = {"JAX_RING_COORDINATOR": lab.coordinator(), "JAX_RING_PROCESSES": "4"}
+        shared |= {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""}
+        begun = [tmp_path / f"begun{host}" for host in range(4)]
+        started = []
+        for host in range(4):
+            own = {"JAX_RING_PROCESS": str(host), "BEGUN": str(begun[host])}
+            command = [sys.executable, "-W", "ignore", "-c", STEPS]
+            pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+            started.append(lab.start(host, command, shared | own, **pipes))
+            stack.callback(started[-1].kill)
+        deadline = time.monotonic() + 120
+        while not all(path.exists() for path in begun):
+            assert all(process.poll() is None for process in started), finish(started)
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        lab.cut(victim)
+        for host, (status, _, errors) in enumerate(finish(started, timeout=60)):
+            assert status != 0
+            said = re.findall(r"jax_ring.watchdog: process (\d) \(.*\) gave no sign", errors)
+            # Who is cut off misses the others.
+            assert said, errors[-3000:]
+            assert (int(said[0]) == victim) == (host != victim), errors[-3000:]
 
 
 def test_a_lab_says_who_failed_and_is_taken_away(network):

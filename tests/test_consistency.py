@@ -1,0 +1,307 @@
+"""What processes compile is noted, told and compared; and healthy jobs are left alone."""
+
+import json
+import re
+import textwrap
+import types
+
+import jax
+import numpy as np
+import pytest
+from harness import mesh
+from jax.sharding import AbstractMesh
+from jax.sharding import PartitionSpec as P
+from processes import finish, start
+
+import jax_ring
+from jax_ring import _compat, consistency
+from jax_ring.consistency import Program
+
+
+class Store:
+    """What the client of a coordination service does with keys and values."""
+
+    def __init__(self):
+        self.values = {}
+
+    def key_value_set(self, key, value, *, allow_overwrite):
+        assert allow_overwrite
+        self.values[key] = value
+
+    def key_value_dir_get(self, key):
+        return [(k, v) for k, v in self.values.items() if k.startswith(f"{key}/")]
+
+    def blocking_key_value_get(self, key, timeout):
+        return self.values[key]
+
+    def tell(self, process, *programs):
+        by = f"{consistency._KEY}/by/{process}"
+        self.values[by] = json.dumps([p.digest for p in programs])
+        for p in programs:
+            self.values[f"{consistency._KEY}/of/{process}/{p.digest}"] = json.dumps(vars(p))
+
+
+@pytest.fixture
+def store(monkeypatch):
+    found = Store()
+    monkeypatch.setattr(_compat, "coordination_client", lambda: found)
+    monkeypatch.setattr(consistency, "_book", consistency._Book())
+    return found
+
+
+@pytest.fixture
+def compiled(store, monkeypatch):
+    """Compiles as one of two processes; returns the programs noted in this process."""
+    monkeypatch.setattr(consistency, "_reaches_others", lambda mesh, axes: True)
+
+    def run(f, x=np.ones((2, 4), np.float32)):
+        mapped = jax.shard_map(f, mesh=mesh(2), in_specs=P("x"), out_specs=P("x"), check_vma=False)
+        jax.jit(mapped).lower(x)
+        return list(consistency._book.programs.values())
+
+    return run
+
+
+def total(v):
+    return jax_ring.psum(v, "x", algorithm="ring")
+
+
+def test_what_is_noted(compiled):
+    (program,) = compiled(lambda v: jax_ring.pmax(total(v), "x", algorithm="ring"))
+    assert "lambda" in program.name
+    assert list(program.collectives) == [
+        "psum of float32[1, 4] over x by ring",
+        "pmax of float32[1, 4] over x by ring",
+    ]
+    for where in program.collectives.values():
+        assert re.search(r"test_consistency.py:\d+$", where)
+
+
+def test_a_program_is_known_again_by_what_it_sends(compiled):
+    compiled(total)
+    compiled(lambda v: total(v) * 2)  # The same to the others.
+    assert len(compiled(total)) == 1
+    # Alike collectives are lowered once, but sent twice.
+    assert len(compiled(lambda v: total(total(v)))) == 2
+    # And in a function that is called twice.
+    inner = jax.jit(total)
+    assert len(compiled(lambda v: inner(inner(v) * 3))) == 2
+    # lax's own count where there is one of ours.
+    assert len(compiled(lambda v: jax.lax.ppermute(total(v), "x", [(0, 1)]))) == 3
+
+
+def test_nothing_is_noted_that_stays_here_or_is_not_wanted(store, monkeypatch):
+    def run():
+        f = jax.shard_map(total, mesh=mesh(2), in_specs=P("x"), out_specs=P())
+        jax.jit(f).lower(np.ones((2, 4), np.float32))
+        return list(consistency._book.programs)
+
+    assert run() == []  # The devices are all of this process.
+    monkeypatch.setattr(consistency, "_reaches_others", lambda mesh, axes: True)
+    with jax_ring.config(check_consistency=False):
+        assert run() == []
+    assert len(run()) == 1
+    monkeypatch.setattr(_compat, "coordination_client", lambda: None)
+    monkeypatch.setattr(consistency, "_book", consistency._Book())
+    assert run() == []
+
+
+def test_which_axes_reach_others():
+    devices = [types.SimpleNamespace(process_index=i // 2) for i in range(4)]
+    two = types.SimpleNamespace(
+        axis_names=("node", "local"), devices=np.array(devices, object).reshape(2, 2)
+    )
+    reaches = consistency._reaches_others.__wrapped__
+    assert reaches(two, ("node",))
+    assert reaches(two, ("node", "local"))
+    assert not reaches(two, ("local",))
+    assert not reaches(None, ("local",))
+    assert not reaches(two, ("of vmap",))
+    assert not reaches(AbstractMesh((8,), ("x",)), ("x",))
+    assert reaches(AbstractMesh((16,), ("x",)), ("x",))
+
+
+A, B, C = (Program("jit(f)", d, {f"psum of {d}": f"f.py:{d}"}) for d in "123")
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs"),
+    [
+        ([A], [A]),
+        ([A, B], [B, A]),  # In another order.
+        ([A, B], [A]),  # The other has not come so far.
+        ([A], [A, B, C]),  # Nor have we.
+        ([A], []),
+    ],
+)
+def test_processes_that_do_not_differ(store, ours, theirs):
+    consistency._book.programs.update({p.digest: p for p in ours})
+    store.tell(0, *ours)
+    store.tell(1, *theirs)
+    assert consistency.difference() is None
+
+
+def test_what_one_has_not_compiled_yet(store):
+    consistency._book.programs.update({p.digest: p for p in (A, B)})
+    store.tell(0, A, B)
+    store.tell(1, A, B)
+    assert consistency.missing() is None
+    store.tell(1, A)
+    why = "has not compiled jit(f), as process 0 has: psum of 2 at f.py:2"
+    assert consistency.missing() == (1, why)
+    store.tell(1, A, B, C)
+    why = "compiled jit(f), which process 0 has not: psum of 3 at f.py:3"
+    assert consistency.missing() == (1, why)
+
+
+def test_processes_that_differ(store):
+    consistency._book.programs.update({p.digest: p for p in (A, B)})
+    store.tell(0, A, B)
+    store.tell(1, A, B)
+    store.tell(2, A, C)
+    assert consistency.difference() == (
+        2,
+        "compiled jit(f) with psum of 3 at f.py:3; process 0 compiled jit(f) with psum of 2 at "
+        "f.py:2",
+    )
+    store.tell(2, A, Program("jit(f)", "4", B.collectives))
+    process, why = consistency.difference()
+    assert (process, "in another order or number" in why) == (2, True)
+
+
+def test_nothing_of_it_stops_a_compilation(monkeypatch):
+    heard = []
+
+    def fail(name):
+        heard.append(name)
+        if "spiral" in name:
+            raise KeyError(name)
+
+    monkeypatch.setattr(jax.monitoring, "register_event_duration_secs_listener", heard.append)
+    _compat.on_lowered(fail)
+    listener = heard.pop()
+    with pytest.warns(UserWarning, match="a program was not noted: KeyError.*spiral"):
+        listener(_compat._LOWERED, 0.1, fun_name="jit(spiral)")
+    listener("/jax/core/compile/backend_compile_duration", 0.1)
+    assert heard == ["jit(spiral)"]
+
+
+# --- several processes ----------------------------------------------------------------------------
+
+PROGRAM = """
+import sys, time, jax, jax.numpy as jnp, numpy as np, jax_ring
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+from jax_ring import consistency
+jax_ring.distributed.initialize(timeout=60)
+mesh = Mesh(jax.devices(), "x")
+x = jax.make_array_from_callback((4, 8), NamedSharding(mesh, P("x")), lambda i: np.ones((4, 8))[i])
+me = jax.process_index()
+def mapped(f, mesh=mesh):
+    return jax.jit(jax.shard_map(f, mesh=mesh, in_specs=P("x"), out_specs=P("x"), check_vma=False))
+"""
+
+
+@pytest.mark.multiprocess
+@pytest.mark.slow
+def test_a_job_that_stands_still_ends_with_the_difference():
+    code = """
+        ring = lambda v: jax_ring.psum(v, "x", algorithm="ring")
+        direct = lambda v: jax_ring.psum(v, "x", algorithm="direct")
+        f = mapped(ring if me == 1 else direct)
+        with jax_ring.distributed.watchdog(timeout=3) as dog:
+            for step in range(10_000):
+                dog.step(step)
+                jax.block_until_ready(f(x))
+    """
+    here = ("direct", "ring")
+    for process, (status, _, errors) in enumerate(
+        finish(start(PROGRAM + textwrap.dedent(code), processes=2, devices=2))
+    ):
+        other = 1 - process
+        assert status == 70, errors[-2000:]
+        said = re.search(
+            rf"process {other} \(.*\) compiled jit\(<lambda>\) with psum of .* by {here[other]} at "
+            rf"<string>:\d+; process {process} compiled jit\(<lambda>\) with psum of .* by "
+            rf"{here[process]} at <string>:\d+, last in step 0; process {process} waits",
+            errors,
+        )
+        assert said, errors[-2000:]
+
+
+@pytest.mark.multiprocess
+@pytest.mark.slow
+def test_what_one_alone_has_compiled_is_said_when_nobody_gets_on():
+    code = """
+        import signal
+        f = mapped(lambda v: jax_ring.psum(v, "x", algorithm="direct"))
+        g = mapped(lambda v: jax_ring.psum(v, "x", algorithm="ring"))
+        jax.block_until_ready(f(x))
+        signal.alarm(8)
+        with jax_ring.distributed.watchdog(timeout=2) as dog:
+            dog.step(1)
+            if me == 1:
+                g(x)  # Its value is wanted by one process only.
+            jax.block_until_ready(f(x))
+    """
+    results = finish(start(PROGRAM + textwrap.dedent(code), processes=2, devices=2))
+    for process, (status, _, errors) in enumerate(results):
+        assert status != 0
+        other, said = (
+            (0, "has not compiled jit(<lambda>), as process 1 has")
+            if process == 1
+            else (1, f"compiled jit(<lambda>), which process {process} has not")
+        )
+        assert (
+            f"jax_ring.watchdog: nobody gets on; process {other} {said}: psum of float32[1, 8] "
+            "over x by ring at <string>:" in errors
+        ), errors[-2000:]
+
+
+@pytest.mark.multiprocess
+@pytest.mark.slow
+def test_without_a_watchdog_a_difference_is_said_once():
+    code = """
+        consistency.PATIENCE_S = 1.0
+        # Does not stand still: what one has more meets the other's next.
+        once = lambda v: jax_ring.psum(v, "x", algorithm="ring")
+        twice = lambda v: once(once(v))
+        f = mapped(twice if me else once)
+        y = [f(x) for _ in range(4 if me else 8)]
+        jax.block_until_ready(y)
+        time.sleep(3)
+        jax.block_until_ready(mapped(lambda v: jax_ring.pmax(v, "x"))(x))
+        time.sleep(2)
+    """
+    for status, _, errors in finish(start(PROGRAM + textwrap.dedent(code), processes=2, devices=2)):
+        assert status == 0, errors[-2000:]
+        assert errors.count("jax_ring: processes differ, and may wait for each other:") == 1
+        assert "in another order or number, or in other steps: psum of float32" in errors
+
+
+@pytest.mark.multiprocess
+@pytest.mark.slow
+def test_a_healthy_job_goes_on():
+    """In another order, twice, one process alone, at other times."""
+    code = """
+        consistency.PATIENCE_S = 0.5
+        f = mapped(lambda v: jax_ring.psum(v, "x"))
+        g = mapped(lambda v: jax_ring.pmax(v, "x"))
+        for h in (f, g) if me else (g, f):
+            h.lower(x)
+        if me:
+            mapped(lambda v: jax_ring.pmin(v, "x")).lower(x)
+            local = Mesh(jax.local_devices(), "x")
+            mapped(lambda v: jax_ring.pmin(v, "x"), local)(jnp.ones((2, 8)))
+            jax.clear_caches()
+        time.sleep(1)
+        with jax_ring.distributed.watchdog(timeout=1.5) as dog:
+            dog.step(0)
+            if me:
+                time.sleep(3)
+            jax.block_until_ready((f(x), g(x)))
+            time.sleep(1)
+    """
+    for status, _, errors in finish(start(PROGRAM + textwrap.dedent(code), processes=2, devices=2)):
+        assert status == 0, errors[-2000:]
+        assert "differ" not in errors
+        assert " ends" not in errors
