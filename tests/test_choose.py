@@ -64,6 +64,25 @@ def test_levels_are_priced_by_their_own_links():
     assert seconds == pytest.approx(within + between)
 
 
+def test_levels_on_machines_of_their_own():
+    """A machine has as much to do as for its ranks alone, and a read for what came from others."""
+    alone = predict(ring(4), 1e5, SHARED)
+    free = Link(alpha=0.0, beta=0.0)
+    for n in (2, 4, 8):
+        seconds = predict(hierarchical(4, n), 1e5, SHARED, across=free, inner=4)
+        assert seconds == pytest.approx(alone + 4 * 2e-9 * 1e5 / 4)
+
+
+def test_levels_of_several_channels():
+    """A channel that waits for others pays nothing, and what is sent at once pays once."""
+    schedule = hierarchical(3, 4, "ring", "bidirectional_ring")
+    assert schedule.channels == 2
+    one = Link(alpha=1.0, beta=0.0)
+    assert predict(schedule, 1.0, one, across=Link(alpha=0.0, beta=0.0), inner=3) == 4
+    assert predict(schedule, 1.0, Link(alpha=0.0, beta=0.0), across=one, inner=3) == 4
+    assert predict(schedule, 1.0, one) == 4 + 4
+
+
 @pytest.mark.parametrize("kind", list(Kind))
 @pytest.mark.parametrize("ranks", [1, 2, 3, 8, 64, 128])
 @pytest.mark.parametrize("link", [NETWORK, SHARED, *LINKS.values()])
