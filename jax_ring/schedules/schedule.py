@@ -372,6 +372,32 @@ class Schedule:
             taken[step.channel] += 1
         return rounds
 
+    def part(self, start: int, stop: int) -> Schedule:
+        """The steps of some rounds, without channels that send nothing in them.
+
+        Args:
+          start: the first round.
+          stop: the round after the last.
+
+        Returns:
+          A schedule of the same kind and name, though it computes only a part of the collective,
+          whose channels are numbered from 0 again.
+
+        Example:
+          >>> from jax_ring.schedules import ring
+          >>> [step.op.value for step in ring(3).part(1, 3).steps]
+          ['reduce', 'copy']
+        """
+        steps = [step for steps in self.by_round()[start:stop] for _, step in steps]
+        moving = sorted({step.channel for step in steps if step.perm})
+        number = {channel: i for i, channel in enumerate(moving)}
+        kept = [
+            dataclasses.replace(step, channel=number[step.channel])
+            for step in steps
+            if step.channel in number
+        ]
+        return dataclasses.replace(self, steps=Steps(kept, self.chunks))
+
     def sent_chunks(self) -> npt.NDArray[np.int64]:
         """How many chunks each rank sends in all: int array [ranks]."""
         sent = np.zeros(self.ranks, np.int64)
