@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 
 from jax_ring.schedules.schedule import Run, Schedule
@@ -26,7 +27,7 @@ def cost(schedule: Schedule, nbytes: float, alpha: float, beta: float, *, ports:
       Seconds.
 
     Raises:
-      ValueError: if nbytes, alpha or beta is negative, or ports less than 1.
+      ValueError: if nbytes, alpha or beta is negative or not finite, or ports less than 1.
 
     Example:
       >>> from jax_ring.schedules import bidirectional_ring, ring
@@ -38,8 +39,8 @@ def cost(schedule: Schedule, nbytes: float, alpha: float, beta: float, *, ports:
       2.222 ms
     """
     for name, value in (("nbytes", nbytes), ("alpha", alpha), ("beta", beta)):
-        if value < 0:
-            raise ValueError(f"{name} must not be negative, got {value}")
+        if not 0 <= value < math.inf:
+            raise ValueError(f"{name} must be finite and not negative, got {value}")
     if ports < 1:
         raise ValueError(f"ports must be at least 1, got {ports}")
     moved = sum(rounds * through_a_port(runs, ports) for rounds, runs in schedule.stretches())
