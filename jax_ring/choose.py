@@ -22,6 +22,7 @@ from jax_ring.schedules import Kind, Op, Run, Schedule, hierarchical, ring
 from jax_ring.schedules.cost import through_a_port
 from jax_ring.schedules.families import make, names
 from jax_ring.schedules.schedule import Perm
+from jax_ring.schedules.topology import is_finite
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,12 +59,12 @@ class Link:
         """Rejects what no link can be."""
         for name in ("alpha", "beta", "gamma"):
             value = getattr(self, name)
-            if not _is_number(value) or not 0 <= value < math.inf:
+            if not is_finite(value) or value < 0:
                 raise ValueError(f"{name} must be a finite number of at least 0, got {value!r}")
         _check_spills(self.spills)
         if isinstance(self.ports, bool) or not isinstance(self.ports, int) or self.ports < 1:
             raise ValueError(f"ports must be an integer of at least 1, got {self.ports!r}")
-        if not _is_number(self.exchange) or not 1 <= self.exchange < math.inf:
+        if not is_finite(self.exchange) or self.exchange < 1:
             raise ValueError(
                 f"exchange must be a finite number of at least 1, got {self.exchange!r}"
             )
@@ -76,18 +77,14 @@ class Link:
 
 def _check_spills(spills: Any) -> None:
     pairs = isinstance(spills, tuple) and all(
-        isinstance(pair, tuple) and len(pair) == 2 and all(map(_is_number, pair)) for pair in spills
+        isinstance(pair, tuple) and len(pair) == 2 and all(map(is_finite, pair)) for pair in spills
     )
-    if not pairs or any(size <= 0 or not 1 <= factor < math.inf for size, factor in spills):
+    if not pairs or any(size <= 0 or factor < 1 for size, factor in spills):
         raise ValueError(
-            f"spills must be pairs of a size > 0 and a finite factor >= 1, got {spills!r}"
+            f"spills must be pairs of a finite size > 0 and a finite factor >= 1, got {spills!r}"
         )
     if list(spills) != sorted(spills):
         raise ValueError(f"spills must ascend, got {spills!r}")
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 LINKS: Mapping[str, Link] = {
@@ -446,7 +443,10 @@ def load_tuning(path: str | os.PathLike[str]) -> Mapping[str, Link]:
       ValueError: naming the file and what is wrong with it: not there, no JSON, of another schema
         or version, a link or a field that there is not, a value that cannot be.
     """
-    name = os.fspath(path)
+    try:
+        name = os.fsdecode(path)
+    except TypeError:
+        raise _unusable(path, "it is no path") from None
     try:
         state = os.stat(name)
         return _load(name, (state.st_mtime_ns, state.st_size))
@@ -454,7 +454,7 @@ def load_tuning(path: str | os.PathLike[str]) -> Mapping[str, Link]:
         raise _unusable(name, f"it can't be read: {error.strerror}") from None
 
 
-def _unusable(name: str, why: str) -> ValueError:
+def _unusable(name: Any, why: str) -> ValueError:
     return ValueError(
         f"tuning (JAX_RING_TUNING) must name a file as jax_ring.choose.save_tuning writes it, got "
         f"{name!r}: {why}"
@@ -467,10 +467,13 @@ def _load(name: str, _: tuple[int, int]) -> Mapping[str, Link]:
         content = json.loads(pathlib.Path(name).read_text(encoding="utf-8"))
     except ValueError as error:
         raise _unusable(name, f"it is no JSON: {error}") from None
+    except RecursionError:
+        raise _unusable(name, "it is nested too deeply") from None
     if not isinstance(content, dict) or content.get("schema") != SCHEMA:
         raise _unusable(name, f'it must be an object with "schema": "{SCHEMA}"')
-    if content.get("version") != VERSION:
-        raise _unusable(name, f"its version must be {VERSION}, got {content.get('version')!r}")
+    version = content.get("version")
+    if version != VERSION or not isinstance(version, int) or isinstance(version, bool):
+        raise _unusable(name, f"its version must be {VERSION}, got {version!r}")
     if set(content) != {"schema", "version", "links"} or not isinstance(content["links"], dict):
         raise _unusable(name, f'it must have "schema", "version", "links", got {sorted(content)}')
     links = dict(LINKS)
