@@ -551,7 +551,8 @@ def _reduced(call: Call, leaf: Array, position: int, *, mean: bool) -> Any:
     arguments.check_op(call, dtype)
     leaf, unreduced = arguments.operand(call, leaf)
     if call.by_xla:
-        total = xla.all_reduce(call.name, leaf, call.axes, call.groups, call.reduction, dtype)
+        with xla.scope(primitives.public_name(call.kind, call.reduction, mean)):
+            total = xla.all_reduce(call.name, leaf, call.axes, call.groups, call.reduction, dtype)
         return (total / arguments.group_size(call) if mean else total).astype(leaf.dtype)
     return primitives.all_reduce_p.bind(
         leaf,
@@ -593,16 +594,17 @@ def _scattered(
     arguments.check_op(call, dtype)
     leaf, unreduced = arguments.operand(call, leaf)
     if call.by_xla:
-        total = xla.reduce_scatter(
-            call.name,
-            leaf,
-            call.axes,
-            call.groups,
-            call.reduction,
-            dtype,
-            dimension=dimension,
-            tiled=tiled,
-        )
+        with xla.scope(primitives.public_name(call.kind, call.reduction, mean)):
+            total = xla.reduce_scatter(
+                call.name,
+                leaf,
+                call.axes,
+                call.groups,
+                call.reduction,
+                dtype,
+                dimension=dimension,
+                tiled=tiled,
+            )
         return (total / call.ranks if mean else total).astype(leaf.dtype)
     return primitives.reduce_scatter_p.bind(
         leaf,
@@ -624,9 +626,10 @@ def _gathered(call: Call, leaf: Array, position: int, dimension: int, tiled: boo
     leaf, _ = arguments.operand(call, leaf)
     own = arguments.for_leaf(call, leaf)
     if own.by_xla:
-        return lax.all_gather(
-            leaf, call.axes, axis_index_groups=call.groups, axis=dimension, tiled=tiled, to=to
-        )
+        with xla.scope("all_gather"):
+            return lax.all_gather(
+                leaf, call.axes, axis_index_groups=call.groups, axis=dimension, tiled=tiled, to=to
+            )
     return primitives.all_gather_p.bind(
         leaf,
         *arguments.seed(call, position),

@@ -2,7 +2,7 @@
 
 The function is traced, not run, so that neither the devices of its mesh nor data are needed. Its
 jaxpr is searched, with all that is nested in it, for the primitives of jax_ring, and for those of
-lax that do the same, so that it is seen which collectives are not jax_ring's. What nobody reads is
+lax that communicate, so that it is seen which collectives are not jax_ring's. What nobody reads is
 left out, as XLA leaves it out. Nor is there a collective over an axis of `jax.vmap`: that is
 arithmetic on one device.
 """
@@ -13,6 +13,7 @@ import contextlib
 import dataclasses
 import functools
 import io
+import itertools
 import json
 import math
 import os
@@ -25,11 +26,11 @@ import numpy.typing as npt
 from jax.extend.core import Jaxpr, JaxprEqn, Primitive
 from jax.interpreters import partial_eval
 
-from jax_ring import _compat, arguments, choose, layout, primitives
+from jax_ring import _compat, arguments, choose, layout, primitives, xla
 from jax_ring._compat import ClosedJaxpr
 from jax_ring.executor import Groups
 from jax_ring.plan import plan
-from jax_ring.primitives import MAX, MIN, SUM
+from jax_ring.primitives import SUM
 from jax_ring.schedules import Kind, Op, Schedule, Step
 from jax_ring.wire import Blocks, WireFormat
 
@@ -61,6 +62,9 @@ _LAX_NAMES = {
     "all_gather": "all_gather",
     "all_gather_invariant": "all_gather",
     "all_gather_reduced": "all_gather",
+    "all_to_all": "all_to_all",
+    "ppermute": "ppermute",
+    "pbroadcast": "pbroadcast",
 }
 
 
@@ -75,7 +79,8 @@ class Collective:
     of the mesh's devices. Where some mesh axes are left to the compiler, a rank is several devices.
 
     Attributes:
-      name: the public function: "psum", "pmean", "psum_scatter", "all_gather" and so on.
+      name: the public function, of jax_ring or lax: "psum", "pmean", "psum_scatter", "all_gather"
+        and so on, with the operation where that is more: "all_reduce_prod", "reduce_scatter_mean".
       file: the file of the call, or "" if it is not known.
       line: the line of the call there, or 0.
       scope: the named scopes and transformations around it, as in a profile.
@@ -397,17 +402,20 @@ def _ring_collectives(eqn: JaxprEqn, scope: _Scope) -> Iterator[Collective]:
 
 def _lax_collectives(eqn: JaxprEqn, scope: _Scope) -> Iterator[Collective]:
     """Those of lax: one for each operand."""
-    name = _LAX_NAMES.get(eqn.primitive.name.removesuffix("_start"))
     axes = _mesh_axes(eqn.params.get("axes", eqn.params.get("axis_name", ())), scope)
-    if name is None or not axes:
+    if _started(eqn) not in _LAX_NAMES or not axes:
         return
+    asked_for = xla.asked_for("/".join(scope.names))
     groups = eqn.params.get("axis_index_groups")
     groups = None if groups is None else tuple(tuple(map(int, group)) for group in groups)
     for ranks, of_size in _sizes(axes, groups, scope):
         for operand in eqn.invars:
             common = _common(eqn, scope, operand.aval, axes, ranks, of_size)
             yield dataclasses.replace(
-                common, name=name, algorithm=_XLA, reason=_why_lax(eqn, common.backward)
+                common,
+                name=_lax_name(eqn, asked_for),
+                algorithm=_XLA,
+                reason=_why_lax(asked_for, common.backward),
             )
 
 
@@ -441,7 +449,7 @@ def _common(
     groups: Groups | None,
 ) -> Collective:
     """What is known of every collective; the rest is for the caller to fill in."""
-    caller = next((frame for frame in _frames(eqn) if not _is_ours(frame)), None)
+    caller = next((frame for frame in _frames(eqn) if not frame.file_name.startswith(_OURS)), None)
     names = "/".join(scope.names)
     return Collective(
         name="",
@@ -466,16 +474,29 @@ def _common(
 
 def _name(eqn: JaxprEqn) -> str:
     """The public function that does it."""
-    if eqn.primitive is primitives.all_gather_p:
-        return "all_gather"
-    reduction, mean = eqn.params.get("reduction", SUM), eqn.params["mean"]
-    if eqn.primitive is primitives.reduce_scatter_p:
-        what = "mean" if mean else reduction.name
-        return "psum_scatter" if what == "sum" else f"reduce_scatter_{what}"
-    names = {SUM: "psum", MAX: "pmax", MIN: "pmin"}
-    name = "pmean" if mean else names.get(reduction, f"all_reduce_{reduction.name}")
+    reduction, mean = eqn.params.get("reduction", SUM), eqn.params.get("mean", False)
+    name = primitives.public_name(_RING_KINDS[eqn.primitive], reduction, mean)
     feedback = eqn.primitive is primitives.all_reduce_feedback_p
     return f"error_feedback.{name}" if feedback else name
+
+
+def _lax_name(eqn: JaxprEqn, asked_for: str | None) -> str:
+    """The public function that calls lax's own: lax's, or that of jax_ring that was asked for it.
+
+    A mean is a sum by lax, and then divided.
+    """
+    name = _LAX_NAMES[_started(eqn)]
+    mean = {"psum": "pmean", "psum_scatter": "reduce_scatter_mean"}.get(name)
+    traceback = eqn.source_info.traceback
+    frames: list[Any] = traceback.frames if traceback is not None else []
+    jax_itself = itertools.takewhile(lambda frame: frame.file_name.startswith(_THEIRS), frames)
+    callers = {asked_for, *(frame.function_name for frame in jax_itself)}
+    return mean if mean is not None and mean in callers else name
+
+
+def _started(eqn: JaxprEqn) -> str:
+    """The name of a primitive; where lax has one that starts it, that of the whole."""
+    return str(eqn.primitive.name).removesuffix("_start")
 
 
 # --- what it sends --------------------------------------------------------------------------------
@@ -606,14 +627,8 @@ def _frames(eqn: JaxprEqn) -> list[Any]:
     return [frame for frame in frames if not frame.file_name.startswith(_THEIRS)]
 
 
-def _is_ours(frame: Any) -> bool:
-    return bool(frame.file_name.startswith(_OURS))
-
-
-def _why_lax(eqn: JaxprEqn, backward: bool) -> str:
-    casts = primitives.cast_varying.__name__
-    innermost = _frames(eqn)[:1]
-    if any(_is_ours(f) and not f.function_name.endswith(casts) for f in innermost):
+def _why_lax(asked_for: str | None, backward: bool) -> str:
+    if asked_for is not None:
         return "algorithm='xla' was asked for, or chosen by 'auto'"
     if backward:
         return "the derivative of a cast to varying, or of lax's own"

@@ -169,10 +169,15 @@ def partial_sums_travel(algorithm: str | Schedule, kind: Kind, ranks: int) -> bo
     return plan(Method(algorithm, 1).schedule(kind, ranks)).partials_travel
 
 
-def _label(reduction: Reduction, mean: bool) -> str:
-    if mean:
-        return "pmean"
-    return {SUM: "psum", MAX: "pmax", MIN: "pmin"}.get(reduction, f"all_reduce_{reduction.name}")
+def public_name(kind: Kind, reduction: Reduction, mean: bool) -> str:
+    """What a collective is called by: the public function, and what it computes if that is more."""
+    if kind is Kind.ALL_GATHER:
+        return "all_gather"
+    what = "mean" if mean else reduction.name
+    if kind is Kind.REDUCE_SCATTER:
+        return "psum_scatter" if what == "sum" else f"reduce_scatter_{what}"
+    names = {SUM: "psum", MAX: "pmax", MIN: "pmin"}
+    return "pmean" if mean else names.get(reduction, f"all_reduce_{what}")
 
 
 # --- all_reduce ----------------------------------------------------------------------------------
@@ -225,7 +230,7 @@ def _plain_all_reduce(
         axis=division.axis,
         block=division.block,
         unroll=method.unroll,
-        label=f"jax_ring.{_label(reduction, mean)}/{schedule.name}",
+        label=f"jax_ring.{public_name(Kind.ALL_REDUCE, reduction, mean)}/{schedule.name}",
     )
     return division.restore(buffer, x.shape)
 
@@ -249,7 +254,7 @@ def _wired_all_reduce(
         comm,
         _codec(method, rows, reduction, 1 / comm.size if mean else 1.0),
         unroll=method.unroll,
-        label=f"jax_ring.{_label(reduction, mean)}/{schedule.name}",
+        label=f"jax_ring.{public_name(Kind.ALL_REDUCE, reduction, mean)}/{schedule.name}",
         seed=seed[0] if seed else None,
         finish=_mean_of(comm.size) if mean else None,
         feedback=feedback,
@@ -273,7 +278,7 @@ def _codec(method: Method, rows: Array, reduction: Reduction, factor: float = 1.
 def _all_reduce_type(
     aval: Any, *_: Any, axes: Axes, invariant: bool, reduction: Reduction, mean: bool, **__: Any
 ) -> tuple[Any, set[Any]]:
-    _compat.check_axis_names(axes, f"jax_ring.{_label(reduction, mean)}")
+    _compat.check_axis_names(axes, f"jax_ring.{public_name(Kind.ALL_REDUCE, reduction, mean)}")
     varying, unreduced = _compat.varying(aval), _compat.unreduced(aval)
     if invariant:
         varying, unreduced = varying - set(axes), unreduced - set(axes)
