@@ -112,6 +112,35 @@ def test_empty_runs_are_refused():
         Steps([Run(step, 0)], 4)
 
 
+def test_steps_of_other_chunks_share_what_they_do_not_change():
+    step = ring(4).steps[0]
+    other = step.with_chunks([0, 1, 2, 3], [3, 0, 1, 2])
+    assert other == Step(step.perm, [0, 1, 2, 3], [3, 0, 1, 2], step.op)
+    assert other.perm is step.perm
+    assert not other.send.flags.writeable
+    with pytest.raises(ScheduleError, match=r"recv must have shape \[ranks, k\]"):
+        step.with_chunks([0], np.zeros((1, 1, 1), int))
+
+
+def test_runs_are_found_anew_for_other_chunks():
+    """The steps stay what they are; what is a run modulo 4 is none modulo 5."""
+    steps = Schedule(4, 5, ring(4).steps, Kind.ALL_REDUCE).steps
+    assert list(steps) == list(ring(4).steps)
+    assert (len(ring(4).steps.runs), len(steps.runs)) == (2, 6)
+
+
+def test_parts_number_their_channels_anew():
+    nothing = Step((), [0, 0], [0, 0], Op.COPY, 0)
+    there = Step(((0, 1),), [0, 0], [0, 0], Op.REDUCE, 1)
+    back = Step(((1, 0),), [0, 0], [0, 0], Op.COPY, 0)
+    whole = Schedule(2, 1, [nothing, back, there], Kind.ALL_REDUCE)
+    assert whole.channels == 2
+    first, second = whole.part(0, 1), whole.part(1, 2)
+    assert list(first.steps) == [dataclasses.replace(there, channel=0)]
+    assert list(second.steps) == [back]
+    assert whole.part(2, 2).channels == 0
+
+
 @given(st.integers(0, 40), st.integers(0, 40), st.integers(1, 40), st.integers(1, 12))
 @settings(deadline=None)
 def test_affine_columns_are_recognized(a, b, modulus, ranks):
