@@ -584,25 +584,15 @@ def _reduce_scatter(
     shape = _scattered_shape(x.shape, dimension, tiled, size)
     if size == 1 or x.size == 0:
         return x.reshape(shape)
-    if tiled and x.shape[dimension] > layout.INT32_MAX:
-        tiled, x = False, _blocks(x, dimension, size)
-    schedule = method.schedule(Kind.REDUCE_SCATTER, size)
-    label = f"jax_ring.reduce_scatter/{schedule.name}"
     if method.wired(reduction.operation, x.dtype, reduce_dtype):
         chunks = _blocks(x, dimension, size) if tiled else x
-        blocks = layout.Rows(chunks.shape, dimension, layout.left_to_compiler() == 1)
-        rows = blocks.divide(chunks)
-        row = executor.wired_reduce_scatter(
-            schedule,
-            rows,
-            comm,
-            _codec(method, rows, reduction, 1 / size if mean else 1.0),
-            unroll=method.unroll,
-            label=label,
-            seed=seed[0] if seed else None,
-            finish=_mean_of(size) if mean else None,
+        chunk = _wired_reduce_scatter(
+            chunks, *seed, comm=comm, at=dimension, reduction=reduction, mean=mean, method=method
         )
-        return blocks.restore(row[None]).reshape(shape)
+        return chunk.reshape(shape)
+    if tiled and x.shape[dimension] > layout.INT32_MAX:
+        x = _blocks(x, dimension, size)
+    schedule = method.schedule(Kind.REDUCE_SCATTER, size)
     chunk = executor.reduce_scatter(
         schedule,
         x,
@@ -611,9 +601,35 @@ def _reduce_scatter(
         axis=dimension,
         block=x.shape[dimension] // size,
         unroll=method.unroll,
-        label=label,
+        label=f"jax_ring.reduce_scatter/{schedule.name}",
     )
     return chunk.reshape(shape)
+
+
+def _wired_reduce_scatter(
+    chunks: Array,
+    *seed: Array,
+    comm: Communicator,
+    at: int,
+    reduction: Reduction,
+    mean: bool,
+    method: Method,
+) -> Array:
+    """This rank's chunk, [..., 1, ...]; there is one for each index of dimension `at`."""
+    schedule = method.schedule(Kind.REDUCE_SCATTER, comm.size)
+    blocks = layout.Rows(chunks.shape, at, layout.left_to_compiler() == 1)
+    rows = blocks.divide(chunks)
+    row = executor.wired_reduce_scatter(
+        schedule,
+        rows,
+        comm,
+        _codec(method, rows, reduction, 1 / comm.size if mean else 1.0),
+        unroll=method.unroll,
+        label=f"jax_ring.reduce_scatter/{schedule.name}",
+        seed=seed[0] if seed else None,
+        finish=_mean_of(comm.size) if mean else None,
+    )
+    return blocks.restore(row[None])
 
 
 def _scattered_shape(
@@ -797,22 +813,11 @@ def _all_gather(
     shape = _gathered_shape(x.shape, dimension, tiled, size)
     if size == 1 or x.size == 0:
         return x.reshape(shape)
-    schedule = method.schedule(Kind.ALL_GATHER, size)
-    label = f"jax_ring.all_gather/{schedule.name}"
     if method.wire is not None:
         chunk = lax.expand_dims(x, [dimension])
-        blocks = layout.Rows(chunk.shape, dimension, layout.left_to_compiler() == 1)
-        row = blocks.divide(chunk)[0]
-        rows = executor.wired_all_gather(
-            schedule,
-            row,
-            comm,
-            _codec(method, row[None], SUM),
-            unroll=method.unroll,
-            label=label,
-            seed=seed[0] if seed else None,
-        )
-        return blocks.restore(rows).reshape(shape)
+        chunks = _wired_all_gather(chunk, *seed, comm=comm, at=dimension, method=method)
+        return chunks.reshape(shape)
+    schedule = method.schedule(Kind.ALL_GATHER, size)
     tiled = tiled and shape[dimension] <= layout.INT32_MAX
     buffer = executor.all_gather(
         schedule,
@@ -821,9 +826,28 @@ def _all_gather(
         axis=dimension,
         block=x.shape[dimension] if tiled else 1,
         unroll=method.unroll,
-        label=label,
+        label=f"jax_ring.all_gather/{schedule.name}",
     )
     return buffer.reshape(shape)
+
+
+def _wired_all_gather(
+    chunk: Array, *seed: Array, comm: Communicator, at: int, method: Method
+) -> Array:
+    """The chunks of all ranks, along dimension `at` of this one's, which is of size 1."""
+    schedule = method.schedule(Kind.ALL_GATHER, comm.size)
+    blocks = layout.Rows(chunk.shape, at, layout.left_to_compiler() == 1)
+    row = blocks.divide(chunk)[0]
+    rows = executor.wired_all_gather(
+        schedule,
+        row,
+        comm,
+        _codec(method, row[None], SUM),
+        unroll=method.unroll,
+        label=f"jax_ring.all_gather/{schedule.name}",
+        seed=seed[0] if seed else None,
+    )
+    return blocks.restore(rows)
 
 
 def _gathered_shape(

@@ -77,8 +77,7 @@ def _as_table(name: str, value: npt.ArrayLike) -> Table:
 
 def _advanced(table: Table, by: int, chunks: int) -> Table:
     """All chunk indices moved by `by`, modulo `chunks`."""
-    result: Table = (table + by) % chunks
-    return result
+    return (table + by) % chunks if by % chunks else table
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
