@@ -538,7 +538,7 @@ class _Wired(_Execution):
         """A message if it is sent on, else the value."""
         traits = segment.traits
         rows = self.indices(segment.first.recv, t, segment.advance)
-        encodes = traits.forwarded and not self.plan.redundant
+        encodes = self.seals(segment)
         index, channel = segment.start + t, segment.first.channel
         results = []
         for i, row in enumerate(rows):
@@ -607,6 +607,27 @@ class _Wired(_Execution):
         rank = self.index.astype(jnp.uint32)
         return jnp.stack([mix(self.seed[0] + rank), mix(self.seed[1] + step + jnp.uint32(salt))])
 
+    def seals(self, segment: Segment) -> bool:
+        """Whether a step holds messages, not values."""
+        forwarded = segment.traits.forwarded and not self.plan.redundant
+        return forwarded or segment.first.op is Op.COPY
+
+    def before_loop(self, segment: Segment, t: int, buffer: Array, hands: Hands) -> Sealed:
+        """As the steps of the loop hold what they produce: messages, or values."""
+        origin = _origin(segment, t)
+        held = None if origin.source is Source.LOAD else hands[origin.channel]
+        if self.seals(segment):
+            return Sealed(message=self.outgoing(segment, t, buffer, held))
+        if held is not None and held.value is not None:
+            return cast(Sealed, held)
+        rows = self.indices(segment.first.send, t, segment.advance)
+        if held is None:
+            values = [buffer[row] for row in rows]
+        else:
+            values = [self.value(held, i, buffer.shape[-1]) for i in range(len(rows))]
+        dtype = buffer.dtype if self.codec.wire is None else jnp.float32
+        return Sealed(value=jnp.stack(values).astype(dtype))
+
     def copy(self, arrived: Any) -> Any:
         """The message that arrived."""
         return Sealed(message=arrived)
@@ -623,15 +644,15 @@ class _Wired(_Execution):
                 buffer = lax.dynamic_update_index_in_dim(buffer, value, row, 0)
         return self.where_received(segment.first, buffer, lambda: before)
 
-    def value(self, held: Sealed, n: int) -> Array:
-        """The first chunk, of rows of n, that a step holds."""
+    def value(self, held: Sealed, i: int, n: int) -> Array:
+        """The chunk number i, of rows of n, of what a step holds."""
         if held.value is not None:
-            return held.value[0]
-        return self.codec.value(self._message(held.message, 0), n)
+            return held.value[i]
+        return self.codec.value(self._message(held.message, i), n)
 
     def carried(self, segment: Segment, held: Any) -> Any:
         """The same."""
-        return held if isinstance(held, Sealed) else Sealed(message=held)
+        return held
 
 
 def all_reduce(
@@ -878,7 +899,7 @@ def wired_reduce_scatter(
         rows = rows.astype(jnp.float32)
     buffer, hands = run.run(rows, None, unroll)
     if run.plan.result is not None:
-        chunk = run.value(hands[run.plan.result], rows.shape[-1])
+        chunk = run.value(hands[run.plan.result], 0, rows.shape[-1])
     else:
         own = run.indices(own_chunks(schedule), 0, 0)[0]
         chunk = lax.dynamic_index_in_dim(buffer, own, keepdims=False)

@@ -2,6 +2,7 @@
 
 import functools
 import inspect
+import math
 import re
 
 import jax
@@ -883,11 +884,13 @@ def test_bytes_across_the_outer_level(wire):
     for line in hlo.text.splitlines():
         if " collective-permute(" not in line:
             continue
-        kind, length = re.search(r"= (\w+?)\[(\d+)[\d,]*\]", line).groups()
+        kind, shape = re.search(r"= (\w+?)\[([\d,]+)\]", line).groups()
         pairs = re.search(r"source_target_pairs=\{\{(.*?)\}\}", line)[1].split("},{")
         crosses = [int(s) // local != int(t) // local for s, t in (p.split(",") for p in pairs)]
         assert len(set(crosses)) == 1, "a step stays inside or leaves on all ranks"
-        nbytes = int(length) * {"f32": 4, "u16": 2, "s8": 1, "u8": 1}[kind]
+        nbytes = (
+            math.prod(map(int, shape.split(","))) * {"f32": 4, "u16": 2, "s8": 1, "u8": 1}[kind]
+        )
         if crosses[0]:
             crossing += nbytes
         else:
