@@ -985,6 +985,54 @@ def test_levels_where_an_axis_is_left_to_the_compiler(spec, explicit):
     assert [size for _, size in hlo.permutes] == [part // 2, part // 4, part // 4, part // 2]
 
 
+@st.composite
+def levels(draw):
+    """Sizes of axes, the axes in an order, and by some of them an algorithm and a wire."""
+    sizes = draw(st.lists(st.integers(1, 3), min_size=2, max_size=3))
+    axes = draw(st.permutations("xyz"[: len(sizes)]))
+    algorithm = {
+        axis: draw(st.sampled_from(names(Kind.REDUCE_SCATTER if i else Kind.ALL_REDUCE)))
+        for i, axis in enumerate(axes)
+        if draw(st.booleans())
+    }
+    wires = st.sampled_from([None, "bfloat16", "int8"])
+    return sizes, tuple(axes), {"algorithm": algorithm, "wire": {axes[0]: draw(wires)}}
+
+
+@pytest.mark.slow
+@settings(max_examples=12, deadline=None)
+@given(
+    levels(),
+    st.lists(st.lists(st.integers(0, 7), max_size=3), min_size=1, max_size=3),
+    st.sampled_from(["psum", "pmean", "pmax"]),
+    st.sampled_from([1, 32]),
+)
+def test_levels_drawn_at_random(drawn, shapes, name, unroll):
+    sizes, axes, how = drawn
+    dtypes = [np.float32, np.int32, np.float16]
+    rows = [
+        integers((*sizes, *shape), dtype)
+        for shape, dtype in zip(shapes, dtypes[: len(shapes)], strict=True)
+    ]
+    if name == "pmax":
+        how = {"algorithm": how["algorithm"]}
+    f = functools.partial(getattr(jax_ring, name), axis_name=axes, **how)
+    for axis in reversed("xyz"[: len(sizes)]):
+        f = jax.vmap(f, axis_name=axis)
+    with jax_ring.config(unroll=unroll):
+        found = jax.jit(f)(rows)
+    numpy = {"psum": np.sum, "pmean": np.mean, "pmax": np.max}[name]
+    for x, y in zip(rows, map(np.asarray, found), strict=True):
+        every = y.reshape(math.prod(sizes), *x.shape[len(sizes) :])
+        assert all(same_bits(row, every[0]) for row in every)
+        want = numpy(x.astype(np.float64), axis=tuple(range(len(sizes))))
+        lossy = how.get("wire", {axes[0]: None})[axes[0]] and x.dtype.kind == "f"
+        exact = not lossy and name != "pmean"
+        np.testing.assert_allclose(
+            every[0], want, rtol=0 if exact else 0.02, atol=0.5 * bool(lossy)
+        )
+
+
 def test_levels_differentiate():
     m = mesh(2, 3)
 
