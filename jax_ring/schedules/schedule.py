@@ -489,7 +489,7 @@ def affine(column: Table, modulus: int) -> tuple[int, int] | None:
     return (a, b) if np.array_equal(expected, column) else None
 
 
-_LISTED = 16  # Ranks, at most, that a text lists one by one.
+_LISTED = 16  # Ranks, and chunks of a rank, at most, that a text lists one by one.
 
 
 def _describe(run: Run, start: int, chunks: int) -> str:
@@ -506,12 +506,21 @@ def _describe(run: Run, start: int, chunks: int) -> str:
     return f"step {span}: {route}; {move}{_chunks(step.recv, run, chunks)}"
 
 
+def _row(chunks: list[int]) -> str:
+    """The chunks of a rank: from the first to the last if they lie side by side."""
+    if len(chunks) > 2 and chunks == list(range(chunks[0], chunks[-1] + 1)):
+        return f"[{chunks[0]} to {chunks[-1]}]"
+    return _listed(list(map(str, chunks[:_LISTED])), len(chunks))
+
+
+def _listed(items: list[str], count: int) -> str:
+    return f"[{', '.join([*items, *(['...'] if count > len(items) else [])])}]"
+
+
 def _chunks(table: Table, run: Run, modulus: int) -> str:
     form = affine(table[:, 0], modulus) if table.shape[1] == 1 else None
     if form is None:
-        text = str(table[:_LISTED].tolist())
-        if len(table) > _LISTED:
-            text = f"{text[:-1]}, ...]"
+        text = _listed([_row(row) for row in table[:_LISTED].tolist()], len(table))
         return text if run.count == 1 else f"{text} + {run.advance} s"
     terms = []
     for coefficient, symbol in ((form[0], "r"), (run.advance, "s"), (form[1], "")):

@@ -18,6 +18,7 @@ from jax_ring.schedules import (
     Step,
     Steps,
     compose,
+    hierarchical,
     ring,
     ring_all_gather,
     ring_reduce_scatter,
@@ -127,6 +128,16 @@ def test_runs_are_found_anew_for_other_chunks():
     steps = Schedule(4, 5, ring(4).steps, Kind.ALL_REDUCE).steps
     assert list(steps) == list(ring(4).steps)
     assert (len(ring(4).steps.runs), len(steps.runs)) == (2, 6)
+
+
+def test_the_text_of_a_schedule_is_short_however_many_chunks_there_are():
+    text = str(hierarchical(4, 64, "ring", "direct"))
+    assert "send [[192 to 255], [0 to 63], [64 to 127], [128 to 191], [192 to 255]," in text
+    assert max(map(len, text.splitlines())) < 1000
+    scattered = Step(((0, 1),), [[2, 0, 1]] * 2, [[0, 1, 2]] * 2, Op.COPY)
+    assert "send [[2, 0, 1], [2, 0, 1]], copy into [[0 to 2], [0 to 2]]" in str(
+        Schedule(2, 3, [scattered], Kind.ALL_REDUCE)
+    )
 
 
 def test_parts_number_their_channels_anew():
