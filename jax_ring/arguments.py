@@ -33,7 +33,7 @@ Algorithm = str | Schedule
 Op = str | Callable[[Array, Array], Array]
 Wire = str | WireFormat | None
 # All-reduces over several axes also take one for each level.
-AlgorithmByLevel = Algorithm | Mapping[Any, str]
+AlgorithmByLevel = Algorithm | Mapping[Any, Algorithm]
 WireByLevel = Wire | Mapping[Any, Wire]
 
 _REDUCTIONS = {"sum": SUM, "mean": SUM, "max": MAX, "min": MIN, "prod": PROD}
@@ -410,29 +410,75 @@ def _hierarchy(name: str, kind: Kind, axes: Axes, groups: Groups | None) -> Sche
 
 
 @dataclasses.dataclass(frozen=True)
-class Level:
-    """How an all-reduce is carried out over one of several axes."""
+class Levels:
+    """The calls that make up an all-reduce that says for each of several axes how.
 
-    axis: str
-    algorithm: str
-    wire: Wire
+    Attributes:
+      whole: the all-reduce over all axes, for what does not depend on the level.
+      outermost: the all-reduce over the first axis.
+      inner: the reduce-scatter and the all-gather over each of the others, in their order.
+    """
+
+    whole: Call
+    outermost: Call
+    inner: tuple[tuple[Call, Call], ...]
 
 
 def levels(
     api: str,
+    x: Any,
     axis_name: AxisName,
+    *,
     axis_index_groups: AxisIndexGroups,
     algorithm: AlgorithmByLevel,
+    reduce_dtype: Any,
     wire: WireByLevel,
-) -> tuple[Level, ...]:
-    """The levels of an all-reduce that says for each axis how, in the order of the axes.
+    **op: Any,
+) -> Levels:
+    """Checks all arguments of an all-reduce by levels that do not depend on the leaf.
 
     Raises:
-      ValueError: for groups, an axis that is not among those reduced over, or a schedule, which is
-        for all axes at once.
+      ValueError: for groups, an axis that is not among those reduced over, or a schedule for all
+        axes at once or for any but the first; otherwise as `parse`.
+      TypeError: as `parse`.
     """
     name = f"jax_ring.{api}"
     axes = _axes(name, axis_name)
+    _check_by_level(name, axes, axis_index_groups, algorithm, wire)
+    if algorithm == "hierarchical":
+        algorithm = "auto"  # Having levels is what makes it one.
+
+    def call(kind: Kind, axis_name: AxisName, algorithm: Any, wire: Any, **op: Any) -> Call:
+        how = {"algorithm": algorithm, "wire": wire, "reduce_dtype": reduce_dtype}
+        return parse(api, x, axis_name, kind, axis_index_groups=None, **how, **op)
+
+    def at(axis: Any) -> tuple[Any, Any]:
+        method = algorithm.get(axis, "auto") if isinstance(algorithm, Mapping) else algorithm
+        return method, wire.get(axis) if isinstance(wire, Mapping) else wire
+
+    whole = call(Kind.ALL_REDUCE, axes, "ring", None, **op)
+    if not axes:
+        return Levels(whole, whole, ())
+    return Levels(
+        whole,
+        call(Kind.ALL_REDUCE, axes[0], *at(axes[0]), **op),
+        tuple(
+            (
+                call(Kind.REDUCE_SCATTER, axis, *at(axis), **op),
+                call(Kind.ALL_GATHER, axis, *at(axis)),
+            )
+            for axis in axes[1:]
+        ),
+    )
+
+
+def _check_by_level(
+    name: str,
+    axes: Axes,
+    axis_index_groups: AxisIndexGroups,
+    algorithm: AlgorithmByLevel,
+    wire: WireByLevel,
+) -> None:
     for argument, given in (("algorithm", algorithm), ("wire", wire)):
         unknown = [axis for axis in given if axis not in axes] if isinstance(given, Mapping) else []
         if unknown:
@@ -448,23 +494,14 @@ def levels(
             f"{name}: algorithm must be a name, or names by axis, where wire is given for each "
             f"axis; got {algorithm!r}"
         )
-    if algorithm == "hierarchical":
-        algorithm = "auto"  # Having levels is what makes it one.
-    return tuple(
-        Level(
-            axis,
-            algorithm.get(axis, "auto") if isinstance(algorithm, Mapping) else algorithm,
-            wire.get(axis) if isinstance(wire, Mapping) else wire,
-        )
-        for axis in axes
-    )
-
-
-def wide(x: Array, reduce_dtype: Any) -> Array:
-    """A leaf in the dtype asked for, if it is of that kind."""
-    if reduce_dtype is None or _kind(x.dtype) != _kind(jnp.dtype(reduce_dtype)):
-        return x
-    return x.astype(reduce_dtype)
+    by_axis = algorithm if isinstance(algorithm, Mapping) else {}
+    for axis in axes[1:]:
+        if isinstance(by_axis.get(axis), Schedule):
+            raise ValueError(
+                f"{name}: algorithm must name what axis {axis!r} is scattered and gathered by, as "
+                f"'ring'; only the first axis, {axes[0]!r}, can have a schedule; got "
+                f"{by_axis[axis]!r}"
+            )
 
 
 def _requested_dtype(name: str, requested: Any, x: Any) -> Any:
@@ -668,7 +705,7 @@ def operand(call: Call, x: Array) -> tuple[Array, bool]:
         )
     taken_by = {"sum": SUM, "max": MAX, "min": MIN}
     kind = _compat.unreduced_kind(aval)
-    gathers = call.name == "jax_ring.all_gather"
+    gathers = call.kind is Kind.ALL_GATHER
     if gathers or taken_by[kind] != call.reduction or call.groups is not None:
         raise ValueError(
             f"{call.name}: x is unreduced ({kind}) over {call.axes}; only the {kind} over whole "

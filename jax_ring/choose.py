@@ -19,9 +19,11 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from jax_ring.plan import Segment, Source, plan
-from jax_ring.schedules import Kind, Op, Schedule, cost, hierarchical, ring
+from jax_ring.schedules import Kind, Op, Run, Schedule, hierarchical, ring
+from jax_ring.schedules.cost import through_a_port
 from jax_ring.schedules.families import make, names
 from jax_ring.schedules.schedule import Perm
+from jax_ring.schedules.topology import is_finite
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,12 +60,12 @@ class Link:
         """Rejects what no link can be."""
         for name in ("alpha", "beta", "gamma"):
             value = getattr(self, name)
-            if not _is_number(value) or not 0 <= value < math.inf:
+            if not is_finite(value) or value < 0:
                 raise ValueError(f"{name} must be a finite number of at least 0, got {value!r}")
         _check_spills(self.spills)
         if isinstance(self.ports, bool) or not isinstance(self.ports, int) or self.ports < 1:
             raise ValueError(f"ports must be an integer of at least 1, got {self.ports!r}")
-        if not _is_number(self.exchange) or not 1 <= self.exchange < math.inf:
+        if not is_finite(self.exchange) or self.exchange < 1:
             raise ValueError(
                 f"exchange must be a finite number of at least 1, got {self.exchange!r}"
             )
@@ -76,18 +78,14 @@ class Link:
 
 def _check_spills(spills: Any) -> None:
     pairs = isinstance(spills, tuple) and all(
-        isinstance(pair, tuple) and len(pair) == 2 and all(map(_is_number, pair)) for pair in spills
+        isinstance(pair, tuple) and len(pair) == 2 and all(map(is_finite, pair)) for pair in spills
     )
-    if not pairs or any(size <= 0 or not 1 <= factor < math.inf for size, factor in spills):
+    if not pairs or any(size <= 0 or factor < 1 for size, factor in spills):
         raise ValueError(
-            f"spills must be pairs of a size > 0 and a finite factor >= 1, got {spills!r}"
+            f"spills must be pairs of a finite size > 0 and a finite factor >= 1, got {spills!r}"
         )
     if list(spills) != sorted(spills):
         raise ValueError(f"spills must ascend, got {spills!r}")
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 LINKS: Mapping[str, Link] = {
@@ -177,71 +175,95 @@ def predict(
       >>> f"{predict(ring(8), 1e9, Link(alpha=0.0, beta=1 / 400e9)) * 1e3:.3f} ms"
       '4.375 ms'
     """
-    if across is not None:
-        return sum(
-            predict(part, nbytes, across if crosses else link)
-            for crosses, part in _levels(schedule, inner)
-        )
-    touched = _touched(schedule, nbytes, link) if link.gamma else 0.0
-    if not link.shared:
-        return _sending(schedule, nbytes, link) + link.gamma * touched
-    # Each step is a rendezvous of all ranks, one after the other in whatever channel.
-    steps = sum(run.count for run in schedule.steps.runs if run.first.perm)
-    sent = cost(schedule, nbytes, 0.0, link.beta)
-    return schedule.ranks * (steps * link.alpha + sent + link.gamma * touched)
+    rounds = list(schedule.stretches())
+    segments = plan(schedule).segments if link.gamma or (across and across.gamma) else []
+    # Where parts are stored the operand is copied first, unless it was donated.
+    copies = any(s.traits.store and s.first.k < schedule.chunks for s in segments)
+    whole = _Part(nbytes, schedule.chunks, rounds, segments, copies, schedule.ranks)
+    if across is None:
+        return whole.seconds(link)
+
+    def part(leaves: bool) -> _Part:
+        runs = [(n, [run for run in runs if leaves is _leaves(run, inner)]) for n, runs in rounds]
+        chosen = [segment for segment in segments if leaves is _leaves(segment, inner)]
+        return dataclasses.replace(whole, rounds=runs, segments=chosen)
+
+    # A machine holds the ranks of a group, which copy their operands there.
+    within = dataclasses.replace(part(False), sharing=inner)
+    between = dataclasses.replace(part(True), copies=False)
+    return within.seconds(link) + between.seconds(across)
 
 
-def _sending(schedule: Schedule, nbytes: float, link: Link) -> float:
-    """The time of the messages, where ranks do not share one machine."""
-    each = nbytes / schedule.chunks * link.beta
-    runs = [run for run in schedule.steps.runs if run.first.perm]
-    if link.serial:
-        seconds = sum(run.count * (link.alpha + run.first.k * each) for run in runs)
-    else:
-        seconds = cost(schedule, nbytes, link.alpha, link.beta, ports=link.ports)
-    if link.exchange > 1:
-        exchanged = sum(run.count * run.first.k for run in runs if _exchanges(run.first.perm))
-        seconds += (link.exchange - 1) * exchanged * each
-    return seconds
+def _leaves(steps: Run | Segment, inner: int) -> bool:
+    """Whether any of the messages leaves its group."""
+    return any(source // inner != target // inner for source, target in steps.first.perm)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Part:
+    """All of a schedule, or its steps inside of groups or those that leave them.
+
+    Attributes:
+      nbytes: size of the whole buffer.
+      chunks: into how many chunks it is divided.
+      rounds: the part's stretches of rounds, and the runs they are of.
+      segments: its segments in the plan of the whole, if memory has a price.
+      copies: whether a copy of the operand belongs to it.
+      sharing: how many ranks share one machine, if any do.
+    """
+
+    nbytes: float
+    chunks: int
+    rounds: list[tuple[int, list[Run]]]
+    segments: list[Segment]
+    copies: bool
+    sharing: int
+
+    @property
+    def chunk(self) -> float:
+        """The size of a chunk in bytes."""
+        return self.nbytes / self.chunks
+
+    def seconds(self, link: Link) -> float:
+        """The time over one kind of link."""
+        memory = link.gamma * self._touched(link) if link.gamma else 0.0
+        steps = sum(n * _moving(runs) for n, runs in self.rounds)
+        if link.shared:
+            # Each step is a rendezvous of all ranks, one after the other in whatever channel.
+            sending = steps * link.alpha + self._sent(1) * self.chunk * link.beta
+            return self.sharing * (sending + memory)
+        latencies = steps if link.serial else sum(n for n, runs in self.rounds if _moving(runs))
+        # Messages that go one after the other are as those through one port.
+        sent = self._sent(1 if link.serial else link.ports)
+        if link.exchange > 1:
+            sent += (link.exchange - 1) * sum(n * _exchanged(runs) for n, runs in self.rounds)
+        return latencies * link.alpha + sent * self.chunk * link.beta + memory
+
+    def _sent(self, ports: int) -> float:
+        """The chunks that pass through the busiest port."""
+        return sum(n * through_a_port(runs, ports) for n, runs in self.rounds)
+
+    def _touched(self, link: Link) -> float:
+        """Bytes that a rank reads and writes; those that spill count as often as they cost."""
+        touched = 0.0
+        for segment in self.segments:
+            message = segment.first.k * self.chunk
+            touched += _spilled(link, message) * _passes(segment, self.chunks) * message
+        return touched + 2 * self.nbytes * self.copies * _spilled(link, self.chunk)
+
+
+def _moving(runs: list[Run]) -> int:
+    return sum(bool(run.first.perm) for run in runs)
+
+
+def _exchanged(runs: list[Run]) -> int:
+    """The chunks of those steps of a round in which two ranks send to each other."""
+    return sum(run.first.k for run in runs if _exchanges(run.first.perm))
 
 
 def _exchanges(perm: Perm) -> bool:
     pairs = set(perm)
     return any(source != target and (target, source) in pairs for source, target in perm)
-
-
-def _levels(schedule: Schedule, inner: int) -> Iterator[tuple[bool, Schedule]]:
-    """The steps that stay inside of groups, and those that leave them."""
-    runs: dict[bool, list[Any]] = {False: [], True: []}
-    for run in schedule.steps.runs:
-        crosses = any(s // inner != d // inner for s, d in run.first.perm)
-        runs[crosses].append(run)
-    for crosses, chosen in runs.items():
-        yield crosses, dataclasses.replace(schedule, steps=_renumbered(chosen))
-
-
-def _renumbered(runs: list[Any]) -> Any:
-    """Runs whose channels are numbered from 0 again, as those of a schedule must be."""
-    channels = {c: i for i, c in enumerate(sorted({run.first.channel for run in runs}))}
-    return [
-        dataclasses.replace(
-            run, first=dataclasses.replace(run.first, channel=channels[run.first.channel])
-        )
-        for run in runs
-    ]
-
-
-def _touched(schedule: Schedule, nbytes: float, link: Link) -> float:
-    """Bytes that a rank reads and writes, those that spill counted as often as they cost."""
-    segments = plan(schedule).segments
-    each = nbytes / schedule.chunks
-    touched = 0.0
-    for segment in segments:
-        message = segment.first.k * each
-        touched += _spilled(link, message) * _passes(segment, schedule.chunks) * message
-    # Where parts are stored the operand is copied first, unless it was donated.
-    stores = any(s.traits.store and s.first.k < schedule.chunks for s in segments)
-    return touched + 2 * nbytes * stores * _spilled(link, each)
 
 
 def _spilled(link: Link, message: float) -> float:
@@ -422,7 +444,10 @@ def load_tuning(path: str | os.PathLike[str]) -> Mapping[str, Link]:
       ValueError: naming the file and what is wrong with it: not there, no JSON, of another schema
         or version, a link or a field that there is not, a value that cannot be.
     """
-    name = os.fspath(path)
+    try:
+        name = os.fsdecode(path)
+    except TypeError:
+        raise _unusable(path, "it is no path") from None
     try:
         state = os.stat(name)
         return _load(name, (state.st_mtime_ns, state.st_size))
@@ -446,7 +471,7 @@ def digest(links: Mapping[str, Link]) -> str:
     return hashlib.sha256(json.dumps(prices, sort_keys=True).encode()).hexdigest()[:12]
 
 
-def _unusable(name: str, why: str) -> ValueError:
+def _unusable(name: Any, why: str) -> ValueError:
     return ValueError(
         f"tuning (JAX_RING_TUNING) must name a file as jax_ring.choose.save_tuning writes it, got "
         f"{name!r}: {why}"
@@ -459,10 +484,13 @@ def _load(name: str, _: tuple[int, int]) -> Mapping[str, Link]:
         content = json.loads(pathlib.Path(name).read_text(encoding="utf-8"))
     except ValueError as error:
         raise _unusable(name, f"it is no JSON: {error}") from None
+    except RecursionError:
+        raise _unusable(name, "it is nested too deeply") from None
     if not isinstance(content, dict) or content.get("schema") != SCHEMA:
         raise _unusable(name, f'it must be an object with "schema": "{SCHEMA}"')
-    if content.get("version") != VERSION:
-        raise _unusable(name, f"its version must be {VERSION}, got {content.get('version')!r}")
+    version = content.get("version")
+    if version != VERSION or not isinstance(version, int) or isinstance(version, bool):
+        raise _unusable(name, f"its version must be {VERSION}, got {version!r}")
     if set(content) != {"schema", "version", "links"} or not isinstance(content["links"], dict):
         raise _unusable(name, f'it must have "schema", "version", "links", got {sorted(content)}')
     links = dict(LINKS)

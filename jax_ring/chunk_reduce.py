@@ -54,7 +54,7 @@ class Codec:
       op: a name in `OPS`, or "custom".
       combine: the function of two arrays.
       reducer: "auto", "native" or "xla".
-      factor: what finished sums are multiplied by before they are written.
+      factor: what finished sums are multiplied by before they are written, where there is a wire.
     """
 
     wire: WireFormat | None
@@ -101,7 +101,7 @@ class Codec:
         Returns:
           The message, or the value: [..., n], in float32 if there is a wire.
         """
-        factor = self.factor if finish else 1.0
+        factor = self.factor if finish and self.wire is not None else 1.0
         if not self._as_call(buffer):
             total = _reduced(self.wire, self.combine, received, _row(buffer, row), factor)
             return self._written(total, seed) if encode else total

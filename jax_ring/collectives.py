@@ -20,12 +20,14 @@ The parameters are those of `jax.lax`, in the same order, then keyword-only:
 
 All-reduces over several axes take `algorithm` and `wire` for each axis as well, as in
 `psum(x, ("dcn", "ici"), wire={"dcn": "int8"})`: a reduce-scatter over the last axis, an all-reduce
-over the others, an all-gather over the last, each by what is said for its axis. Its derivative is
-made of the transposes of the three.
+over the others, an all-gather over the last, each by what is said for its axis. Only the first
+axis can have a `Schedule`, an all-reduce; the others are scattered and gathered, by a name. The
+derivative is made of the transposes of the three.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
@@ -33,14 +35,14 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jax_ring import _compat, arguments, primitives, xla
+from jax_ring import _compat, arguments, layout, primitives, xla
 from jax_ring.arguments import (
     Algorithm,
     AlgorithmByLevel,
     AxisIndexGroups,
     AxisName,
     Call,
-    Level,
+    Levels,
     Op,
     Wire,
     WireByLevel,
@@ -473,26 +475,8 @@ def all_gather(
 
     def gather(leaf: Any, position: int) -> Any:
         leaf = arguments.as_array(call, leaf)
-        dimension = arguments.dimension(call, "axis", axis, leaf.ndim + (not tiled))
-        leaf, _ = arguments.operand(call, leaf)
-        own = arguments.for_leaf(call, leaf)
-        if own.by_xla:
-            return lax.all_gather(
-                leaf, call.axes, axis_index_groups=call.groups, axis=dimension, tiled=tiled, to=to
-            )
-        return primitives.all_gather_p.bind(
-            leaf,
-            *arguments.seed(call, position),
-            axes=call.axes,
-            groups=call.groups,
-            dimension=dimension,
-            tiled=tiled,
-            size=call.ranks,
-            # Where types are not checked only the transpose would differ, and it must communicate.
-            to=to if _compat.check_vma() else "varying",
-            reduce_dtype=arguments.partial_dtype(own, leaf.dtype, mean=False),
-            method=own.method,
-        )
+        d = arguments.dimension(call, "axis", axis, leaf.ndim + (not tiled))
+        return _gathered(call, leaf, position, d, tiled, to)
 
     return _map_leaves(gather, x)
 
@@ -508,9 +492,13 @@ def _map_leaves(f: Callable[[Any, int], Any], x: Tree) -> Tree:
 
 
 def _all_reduce(x: Tree, axis_name: AxisName, *, api: str, **given: Any) -> Tree:
+    reduced: Callable[..., Any]
     if isinstance(given["algorithm"], Mapping) or isinstance(given["wire"], Mapping):
-        return _by_levels(x, axis_name, api=api, **given)
-    call = arguments.parse(api, x, axis_name, Kind.ALL_REDUCE, **given)
+        levels = arguments.levels(api, x, axis_name, **given)
+        call, reduced = levels.whole, functools.partial(_reduced_by_levels, levels)
+    else:
+        call = arguments.parse(api, x, axis_name, Kind.ALL_REDUCE, **given)
+        reduced = functools.partial(_reduced, call)
     if not call.axes:
         return x
 
@@ -519,58 +507,37 @@ def _all_reduce(x: Tree, axis_name: AxisName, *, api: str, **given: Any) -> Tree
             return arguments.sum_of_constant(call, leaf)
         leaf = _counted(call, arguments.as_array(call, leaf))
         if call.mean and not jnp.issubdtype(leaf.dtype, jnp.inexact):
-            return _reduced(call, leaf, position, mean=False) / arguments.group_size(call)
-        return _reduced(call, leaf, position, mean=call.mean)
+            return reduced(leaf, position, mean=False) / arguments.group_size(call)
+        return reduced(leaf, position, mean=call.mean)
 
     return _map_leaves(reduce, x)
 
 
-def _by_levels(
-    x: Tree,
-    axis_name: AxisName,
-    *,
-    api: str,
-    axis_index_groups: AxisIndexGroups,
-    algorithm: AlgorithmByLevel,
-    wire: WireByLevel,
-    **op: Any,
-) -> Tree:
-    levels = arguments.levels(api, axis_name, axis_index_groups, algorithm, wire)
-    if not levels:
-        return x
-
-    def reduce(leaf: Any, _: int) -> Any:
-        if isinstance(leaf, jax.core.Tracer):
-            return _reduced_by_levels(leaf, levels, api, op)
-        how = {"algorithm": "auto", "wire": None, "axis_index_groups": None}
-        return _all_reduce(leaf, axis_name, api=api, **how, **op)
-
-    return _map_leaves(reduce, x)
-
-
-def _reduced_by_levels(
-    leaf: Array, levels: tuple[Level, ...], api: str, op: dict[str, Any]
-) -> Array:
+def _reduced_by_levels(levels: Levels, leaf: Array, position: int, *, mean: bool) -> Any:
     """Reduce-scatters over the last axis, reduces over the others, and gathers."""
-    *outer, inner = levels
-    how: dict[str, Any] = {"algorithm": inner.algorithm, "wire": inner.wire}
-    how["axis_index_groups"] = None
-    if not outer:
-        return _all_reduce(leaf, inner.axis, api=api, **how, **op)
-    wide = arguments.wide(leaf, op["reduce_dtype"])
-    ranks = lax.axis_size(inner.axis)
-    even = [d for d, size in enumerate(leaf.shape) if size % ranks == 0]
-    d = even[0] if even else 0
-    rows = wide if even else jnp.pad(wide.reshape(-1), (0, -leaf.size % ranks))
-    part = _reduce_scatter(
-        rows, inner.axis, api="reduce_scatter", scatter_dimension=d, tiled=True, **how, **op
-    )
-    part = _reduced_by_levels(part, tuple(outer), api, op)
-    if wide is not leaf:
-        part = part.astype(leaf.dtype)
+    if not levels.inner or leaf.size == 0:
+        only = levels.whole if levels.inner else levels.outermost
+        return _reduced(only, leaf, position, mean=mean)
     to = "invarying" if _compat.check_vma() else "varying"
-    whole = all_gather(part, inner.axis, axis=d, tiled=True, to=to, **how)
-    return whole if even else whole[: leaf.size].reshape(leaf.shape)
+    # Each part rounds at random by itself.
+    salt = position * (1 + 2 * len(levels.inner))
+
+    def reduced(x: Array, depth: int) -> Array:
+        if depth == 0:
+            outermost: Array = _reduced(levels.outermost, x, salt, mean=mean)
+            return outermost.astype(leaf.dtype)
+        scatter, gather = levels.inner[depth - 1]
+        division = layout.choose(x, scatter.ranks)
+        rows = division.divide(x, levels.whole.reduction.identity)
+        at = division.axis
+        part = _scattered(scatter, rows, salt + 2 * depth - 1, at, True, mean=mean)
+        part = reduced(part, depth - 1)
+        whole = _gathered(gather, part, salt + 2 * depth, at, True, to)
+        return division.restore(whole, x.shape)
+
+    # Between the levels sums are held as they are within one.
+    held = arguments.partial_dtype(levels.whole, leaf.dtype, mean=mean)
+    return reduced(leaf.astype(held), len(levels.inner))
 
 
 def _counted(call: Call, leaf: Array) -> Array:
@@ -584,7 +551,8 @@ def _reduced(call: Call, leaf: Array, position: int, *, mean: bool) -> Any:
     arguments.check_op(call, dtype)
     leaf, unreduced = arguments.operand(call, leaf)
     if call.by_xla:
-        total = xla.all_reduce(call.name, leaf, call.axes, call.groups, call.reduction, dtype)
+        with xla.scope(primitives.public_name(call.kind, call.reduction, mean)):
+            total = xla.all_reduce(call.name, leaf, call.axes, call.groups, call.reduction, dtype)
         return (total / arguments.group_size(call) if mean else total).astype(leaf.dtype)
     return primitives.all_reduce_p.bind(
         leaf,
@@ -626,16 +594,17 @@ def _scattered(
     arguments.check_op(call, dtype)
     leaf, unreduced = arguments.operand(call, leaf)
     if call.by_xla:
-        total = xla.reduce_scatter(
-            call.name,
-            leaf,
-            call.axes,
-            call.groups,
-            call.reduction,
-            dtype,
-            dimension=dimension,
-            tiled=tiled,
-        )
+        with xla.scope(primitives.public_name(call.kind, call.reduction, mean)):
+            total = xla.reduce_scatter(
+                call.name,
+                leaf,
+                call.axes,
+                call.groups,
+                call.reduction,
+                dtype,
+                dimension=dimension,
+                tiled=tiled,
+            )
         return (total / call.ranks if mean else total).astype(leaf.dtype)
     return primitives.reduce_scatter_p.bind(
         leaf,
@@ -650,4 +619,27 @@ def _scattered(
         reduce_dtype=dtype,
         method=call.method,
         unreduced=unreduced,
+    )
+
+
+def _gathered(call: Call, leaf: Array, position: int, dimension: int, tiled: bool, to: str) -> Any:
+    leaf, _ = arguments.operand(call, leaf)
+    own = arguments.for_leaf(call, leaf)
+    if own.by_xla:
+        with xla.scope("all_gather"):
+            return lax.all_gather(
+                leaf, call.axes, axis_index_groups=call.groups, axis=dimension, tiled=tiled, to=to
+            )
+    return primitives.all_gather_p.bind(
+        leaf,
+        *arguments.seed(call, position),
+        axes=call.axes,
+        groups=call.groups,
+        dimension=dimension,
+        tiled=tiled,
+        size=call.ranks,
+        # Where types are not checked only the transpose would differ, and it must communicate.
+        to=to if _compat.check_vma() else "varying",
+        reduce_dtype=arguments.partial_dtype(own, leaf.dtype, mean=False),
+        method=own.method,
     )

@@ -18,7 +18,7 @@ from jax import lax
 
 from jax_ring.chunk_reduce import Codec, rounded, scaled
 from jax_ring.plan import Origin, Plan, Segment, Source, own_chunks, plan
-from jax_ring.schedules import Op, Schedule, Steps
+from jax_ring.schedules import Op, Schedule
 from jax_ring.schedules.schedule import Perm, Table, affine
 from jax_ring.wire import Message, mix
 
@@ -523,9 +523,10 @@ class _Wired(_Execution):
         rows = self.indices(segment.first.send, t, segment.advance)
         if held is not None:
             buffer, rows = held.value, [jnp.int32(i) for i in range(len(rows))]
+        index, channel = segment.start + t, segment.first.channel
         parts = []
         for i, row in enumerate(rows):
-            message = self.codec.encode(buffer, row, self.draw(segment, t, 2 * i))
+            message = self.codec.encode(buffer, row, self.draw(index, channel, 2 * i))
             if self.residual is not None:
                 self._keep_error(row, buffer[row], message)
             parts.append(message)
@@ -537,7 +538,8 @@ class _Wired(_Execution):
         """A message if it is sent on, else the value."""
         traits = segment.traits
         rows = self.indices(segment.first.recv, t, segment.advance)
-        encodes = traits.forwarded and not self.plan.redundant
+        encodes = self.seals(segment)
+        index, channel = segment.start + t, segment.first.channel
         results = []
         for i, row in enumerate(rows):
             local, at = buffer, row
@@ -546,10 +548,10 @@ class _Wired(_Execution):
             if self.plan.redundant:
                 # All ranks that make this sum must make the same one, so none may add its own
                 # contribution as it is.
-                own = self.codec.encode(local, at, self.draw(segment, t, 2 * i))
+                own = self.codec.encode(local, at, self.draw(index, channel, 2 * i))
                 local, at = self.codec.value(own, local.shape[-1])[None], jnp.int32(0)
             received = self._message(arrived, i)
-            seed = self.draw(segment, t, 2 * i + 1)
+            seed = self.draw(index, channel, 2 * i + 1)
             results.append(self._sum(received, local, at, row, seed, traits.finishes, encodes))
         return (
             Sealed(message=self.stacked(results)) if encodes else Sealed(value=jnp.stack(results))
@@ -596,14 +598,35 @@ class _Wired(_Execution):
     def _message(self, stacked: Message, i: int) -> Message:
         return stacked if self.bare else jax.tree.map(lambda part: part[i], stacked)
 
-    def draw(self, segment: Segment, t: Array | int, salt: int) -> Array | None:
-        """A seed for one message: another for each rank, step and chunk."""
+    def draw(self, index: Array | int, channel: int, salt: int) -> Array | None:
+        """A seed for one message: another for each rank, round, channel and chunk."""
         if self.seed is None:
             return None
-        step = (segment.start + t) * len(self.plan.channels) + segment.first.channel
+        step = index * len(self.plan.channels) + channel
         step = jnp.asarray(step, jnp.uint32) * jnp.uint32(2 * self.width)
         rank = self.index.astype(jnp.uint32)
         return jnp.stack([mix(self.seed[0] + rank), mix(self.seed[1] + step + jnp.uint32(salt))])
+
+    def seals(self, segment: Segment) -> bool:
+        """Whether a step holds messages, not values."""
+        forwarded = segment.traits.forwarded and not self.plan.redundant
+        return forwarded or segment.first.op is Op.COPY
+
+    def before_loop(self, segment: Segment, t: int, buffer: Array, hands: Hands) -> Sealed:
+        """As the steps of the loop hold what they produce: messages, or values."""
+        origin = _origin(segment, t)
+        held = None if origin.source is Source.LOAD else hands[origin.channel]
+        if self.seals(segment):
+            return Sealed(message=self.outgoing(segment, t, buffer, held))
+        if held is not None and held.value is not None:
+            return cast(Sealed, held)
+        rows = self.indices(segment.first.send, t, segment.advance)
+        if held is None:
+            values = [buffer[row] for row in rows]
+        else:
+            values = [self.value(held, i, buffer.shape[-1]) for i in range(len(rows))]
+        dtype = buffer.dtype if self.codec.wire is None else jnp.float32
+        return Sealed(value=jnp.stack(values).astype(dtype))
 
     def copy(self, arrived: Any) -> Any:
         """The message that arrived."""
@@ -621,9 +644,15 @@ class _Wired(_Execution):
                 buffer = lax.dynamic_update_index_in_dim(buffer, value, row, 0)
         return self.where_received(segment.first, buffer, lambda: before)
 
+    def value(self, held: Sealed, i: int, n: int) -> Array:
+        """The chunk number i, of rows of n, of what a step holds."""
+        if held.value is not None:
+            return held.value[i]
+        return self.codec.value(self._message(held.message, i), n)
+
     def carried(self, segment: Segment, held: Any) -> Any:
         """The same."""
-        return held if isinstance(held, Sealed) else Sealed(message=held)
+        return held
 
 
 def all_reduce(
@@ -808,17 +837,14 @@ def _finished(sums: Array, codec: Codec, finish: Callable[[Array], Array] | None
 
 def _part(schedule: Schedule, op: Op) -> Schedule:
     """The steps up to the last reduction, or those after it."""
-    rounds = [[step for _, step in steps] for steps in schedule.by_round()]
-    moving = [{step.op for step in steps if step.perm} for steps in rounds]
+    moving = [{step.op for _, step in steps if step.perm} for steps in schedule.by_round()]
     end = max(i for i, ops in enumerate(moving) if Op.REDUCE in ops) + 1
     if any(Op.COPY in ops for ops in moving[:end]):
         raise NotImplementedError(
             f"algorithm={schedule!r} with a lossy wire: it copies chunks from the buffer before "
             "all sums are made; let all copies come last, or send on what just arrived"
         )
-    part = rounds[:end] if op is Op.REDUCE else rounds[end:]
-    steps = Steps(itertools.chain.from_iterable(part), schedule.chunks)
-    return dataclasses.replace(schedule, steps=steps)
+    return schedule.part(0, end) if op is Op.REDUCE else schedule.part(end, schedule.rounds)
 
 
 def _gathered_messages(schedule: Schedule, sums: Array, run: _Wired, unroll: int) -> Array:
@@ -829,8 +855,8 @@ def _gathered_messages(schedule: Schedule, sums: Array, run: _Wired, unroll: int
     """
     chunks, n = schedule.chunks, sums.shape[-1]
     codec = run.codec
-    last = dataclasses.replace(run.plan.channels[0][-1], start=run.schedule.rounds)
-    parts = [codec.encode(sums, jnp.int32(j), run.draw(last, 0, 2 * j)) for j in range(chunks)]
+    after = run.schedule.rounds
+    parts = [codec.encode(sums, jnp.int32(j), run.draw(after, 0, 2 * j)) for j in range(chunks)]
     messages, tree = jax.tree.flatten(jax.tree.map(lambda *rows: jnp.stack(rows), *parts))
     gathered = []
     for message in messages:
@@ -851,7 +877,7 @@ def wired_reduce_scatter(
     seed: Array | None = None,
     finish: Callable[[Array], Array] | None = None,
 ) -> Array:
-    """Executes a reduce-scatter over a wire: what is kept is not rounded for it.
+    """Executes a reduce-scatter over a wire: only what travels is rounded.
 
     Args:
       schedule: of kind REDUCE_SCATTER, with a chunk for each rank.
@@ -873,7 +899,7 @@ def wired_reduce_scatter(
         rows = rows.astype(jnp.float32)
     buffer, hands = run.run(rows, None, unroll)
     if run.plan.result is not None:
-        chunk = hands[run.plan.result].value[0]
+        chunk = run.value(hands[run.plan.result], 0, rows.shape[-1])
     else:
         own = run.indices(own_chunks(schedule), 0, 0)[0]
         chunk = lax.dynamic_index_in_dim(buffer, own, keepdims=False)

@@ -2,7 +2,7 @@
 
 The function is traced, not run, so that neither the devices of its mesh nor data are needed. Its
 jaxpr is searched, with all that is nested in it, for the primitives of jax_ring, and for those of
-lax that do the same, so that it is seen which collectives are not jax_ring's. What nobody reads is
+lax that communicate, so that it is seen which collectives are not jax_ring's. What nobody reads is
 left out, as XLA leaves it out. Nor is there a collective over an axis of `jax.vmap`: that is
 arithmetic on one device.
 """
@@ -21,10 +21,10 @@ from typing import TYPE_CHECKING, Any
 import jax
 import numpy as np
 import numpy.typing as npt
-from jax.extend.core import Jaxpr, JaxprEqn, Primitive
+from jax.extend.core import Jaxpr, JaxprEqn
 from jax.interpreters import partial_eval
 
-from jax_ring import _compat, arguments, callers, choose, layout, primitives
+from jax_ring import _compat, arguments, callers, choose, layout, primitives, xla
 from jax_ring._compat import ClosedJaxpr
 from jax_ring.executor import Groups
 from jax_ring.plan import plan
@@ -39,12 +39,6 @@ _XLA = "xla"
 
 _WIDTH = 100  # Of the text, in columns.
 _WHERE = 25  # Of the column of source lines, at least, if they are that long.
-_RING_KINDS: dict[Primitive, Kind] = {
-    primitives.all_reduce_p: Kind.ALL_REDUCE,
-    primitives.all_reduce_feedback_p: Kind.ALL_REDUCE,
-    primitives.reduce_scatter_p: Kind.REDUCE_SCATTER,
-    primitives.all_gather_p: Kind.ALL_GATHER,
-}
 # lax's own, by the names of their primitives: what they are called by.
 _LAX_NAMES = {
     "psum": "psum",
@@ -59,6 +53,9 @@ _LAX_NAMES = {
     "all_gather": "all_gather",
     "all_gather_invariant": "all_gather",
     "all_gather_reduced": "all_gather",
+    "all_to_all": "all_to_all",
+    "ppermute": "ppermute",
+    "pbroadcast": "pbroadcast",
 }
 
 
@@ -73,7 +70,8 @@ class Collective:
     of the mesh's devices. Where some mesh axes are left to the compiler, a rank is several devices.
 
     Attributes:
-      name: the public function: "psum", "pmean", "psum_scatter", "all_gather" and so on.
+      name: the public function, of jax_ring or lax: "psum", "pmean", "psum_scatter", "all_gather"
+        and so on, with the operation where that is more: "all_reduce_prod", "reduce_scatter_mean".
       file: the file of the call, or "" if it is not known.
       line: the line of the call there, or 0.
       scope: the named scopes and transformations around it, as in a profile.
@@ -375,7 +373,7 @@ def _totals_of(collective: Collective) -> Totals:
 
 def _ring_collectives(eqn: JaxprEqn, scope: _Scope) -> Iterator[Collective]:
     """Those of jax_ring: one for each size of group."""
-    kind = _RING_KINDS.get(eqn.primitive)
+    kind = primitives.KINDS.get(eqn.primitive)
     axes = _mesh_axes(eqn.params["axes"], scope) if kind is not None else ()
     if kind is None or not axes:
         return
@@ -388,7 +386,7 @@ def _ring_collectives(eqn: JaxprEqn, scope: _Scope) -> Iterator[Collective]:
             costs = _costs(eqn, schedule, method.wire, reduce_dtype)
         yield dataclasses.replace(
             _common(eqn, scope, operand, axes, ranks, groups),
-            name=primitives.public_name(eqn.primitive, eqn.params),
+            name=primitives.name_of(eqn.primitive, eqn.params),
             reduce_dtype=None if kind is Kind.ALL_GATHER else str(reduce_dtype),
             wire=None if method.wire is None else method.wire.name,
             algorithm=schedule.name,
@@ -401,17 +399,20 @@ def _ring_collectives(eqn: JaxprEqn, scope: _Scope) -> Iterator[Collective]:
 
 def _lax_collectives(eqn: JaxprEqn, scope: _Scope) -> Iterator[Collective]:
     """Those of lax: one for each operand."""
-    name = _LAX_NAMES.get(eqn.primitive.name.removesuffix("_start"))
     axes = _mesh_axes(eqn.params.get("axes", eqn.params.get("axis_name", ())), scope)
-    if name is None or not axes:
+    if _started(eqn) not in _LAX_NAMES or not axes:
         return
+    asked_for = xla.asked_for("/".join(scope.names))
     groups = eqn.params.get("axis_index_groups")
     groups = None if groups is None else tuple(tuple(map(int, group)) for group in groups)
     for ranks, of_size in _sizes(axes, groups, scope):
         for operand in eqn.invars:
             common = _common(eqn, scope, operand.aval, axes, ranks, of_size)
             yield dataclasses.replace(
-                common, name=name, algorithm=_XLA, reason=_why_lax(eqn, common.backward)
+                common,
+                name=_lax_name(eqn, asked_for),
+                algorithm=_XLA,
+                reason=_why_lax(asked_for, common.backward),
             )
 
 
@@ -466,6 +467,22 @@ def _common(
         algorithm="",
         reason="",
     )
+
+
+def _lax_name(eqn: JaxprEqn, asked_for: str | None) -> str:
+    """The public function that calls lax's own: lax's, or that of jax_ring that was asked for it.
+
+    A mean is a sum by lax, and then divided.
+    """
+    name = _LAX_NAMES[_started(eqn)]
+    mean = {"psum": "pmean", "psum_scatter": "reduce_scatter_mean"}.get(name)
+    within = {asked_for, *callers.functions_of_jax(eqn.source_info.traceback)}
+    return mean if mean is not None and mean in within else name
+
+
+def _started(eqn: JaxprEqn) -> str:
+    """The name of a primitive; where lax has one that starts it, that of the whole."""
+    return str(eqn.primitive.name).removesuffix("_start")
 
 
 # --- what it sends --------------------------------------------------------------------------------
@@ -582,10 +599,8 @@ def _moves(schedule: Schedule, apart: bool) -> Iterator[tuple[Step, int, int]]:
         yield segment.first, segment.count, reduces if segment.first.op is Op.REDUCE else 2
 
 
-def _why_lax(eqn: JaxprEqn, backward: bool) -> str:
-    casts = primitives.cast_varying.__name__
-    innermost = callers.frames(eqn.source_info.traceback)[:1]
-    if any(callers.is_ours(f) and not f.function_name.endswith(casts) for f in innermost):
+def _why_lax(asked_for: str | None, backward: bool) -> str:
+    if asked_for is not None:
         return "algorithm='xla' was asked for, or chosen by 'auto'"
     if backward:
         return "the derivative of a cast to varying, or of lax's own"

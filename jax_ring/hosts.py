@@ -45,6 +45,7 @@ def groups(mesh: Any, axis_name: str, by: Where = process_of) -> tuple[tuple[int
     Raises:
       ValueError: if the mesh has no such axis, or ranks are together in one row of the mesh and
         apart in another, so that no one schedule fits all.
+      TypeError: for a mesh without devices, as an `AbstractMesh`.
 
     Example:
       >>> import jax
@@ -54,11 +55,17 @@ def groups(mesh: Any, axis_name: str, by: Where = process_of) -> tuple[tuple[int
       >>> groups(mesh, "data", by=lambda device: device.id % 2)
       ((0, 2), (1, 3))
     """
+    try:
+        devices = np.asarray(mesh.devices)
+    except (AttributeError, ValueError):  # The latter from an AbstractMesh.
+        raise TypeError(
+            "hosts.groups: mesh must be a jax.sharding.Mesh, whose devices are known; inside of a "
+            f"program pass on what was found outside; got {mesh!r}"
+        ) from None
     if axis_name not in mesh.axis_names:
         raise ValueError(
             f"hosts.groups: axis_name must be one of {tuple(mesh.axis_names)}, got {axis_name!r}"
         )
-    devices = np.asarray(mesh.devices)
     along = np.moveaxis(devices, mesh.axis_names.index(axis_name), -1)
     rows = {
         _partition([by(device) for device in row]) for row in along.reshape(-1, along.shape[-1])

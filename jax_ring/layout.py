@@ -189,7 +189,8 @@ def _split(x: Array, chunks: int, mesh: Any, spec: Any) -> Layout:
         return fits, shards[d] == 1, row >= _SHORTEST_ROW_BYTES, shape[d]
 
     d = max(range(len(shape)), key=preference)
-    rows = -(-shape[d] // chunks)
+    # Each device keeps whole rows, or the chunks themselves would be sharded.
+    rows = -(-shape[d] // (chunks * shards[d])) * shards[d]
     divided = (*shape[:d], rows, chunks, *shape[d + 1 :])
     return Layout(shape, d, rows * chunks, divided, d + 1, 1)
 

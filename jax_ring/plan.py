@@ -142,20 +142,8 @@ def plan(schedule: Schedule) -> Plan:
     widened = any(
         not complete[i] and (step.op is Op.COPY or stores[i]) for i, step in enumerate(steps)
     )
-    traits = [
-        Traits(
-            origin=hands.origins[i],
-            raw=raw[i],
-            adds_to=hands.adds_to[i],
-            store=stores[i],
-            finishes=complete[i] and step.op is Op.REDUCE and not widened,
-            forwarded=step.op is Op.REDUCE and hands.only_sent(i),
-        )
-        for i, step in enumerate(steps)
-    ]
-    copies = [i for i, step in enumerate(steps) if step.op is Op.COPY and step.perm]
     return Plan(
-        channels=_channels(schedule, traits),
+        channels=_channels(schedule, _traits(steps, hands, stores, complete, raw, widened)),
         widened=widened,
         result=None if last is None else last.channel,
         in_turn=hands.in_turn,
@@ -165,7 +153,8 @@ def plan(schedule: Schedule) -> Plan:
         redundant=sums.redundant,
         reencodes=any(
             complete[i] and (hands.origins[i].source is Source.LOAD or sums.redundant)
-            for i in copies
+            for i, step in enumerate(steps)
+            if step.op is Op.COPY and step.perm
         ),
     )
 
@@ -286,6 +275,28 @@ class _Hands:
     def _nearest(self, step: Step) -> list[int]:
         """The channels that have something in hand, the step's own first."""
         return sorted(self._last, key=lambda channel: channel != step.channel)
+
+
+def _traits(
+    steps: list[Step],
+    hands: _Hands,
+    stores: list[bool],
+    complete: list[bool],
+    raw: list[bool],
+    widened: bool,
+) -> list[Traits]:
+    """How each step executes."""
+    return [
+        Traits(
+            origin=hands.origins[i],
+            raw=raw[i],
+            adds_to=hands.adds_to[i],
+            store=stores[i],
+            finishes=complete[i] and step.op is Op.REDUCE and not widened,
+            forwarded=step.op is Op.REDUCE and hands.only_sent(i),
+        )
+        for i, step in enumerate(steps)
+    ]
 
 
 def _last_product(schedule: Schedule, rounds: _Rounds) -> Step | None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+import numbers
+import sys
 from collections.abc import Callable, Iterator, Mapping
 
 from jax_ring import wire as wires
@@ -136,8 +138,7 @@ class Planner:
         """Builds all schedules; arguments are those of `plan_algorithms`."""
         if topology is None and bandwidth is None:
             raise ValueError("plan: give a topology, or a bandwidth")
-        if bandwidth is not None and not bandwidth > 0:
-            raise ValueError(f"plan: bandwidth must be above 0, got {bandwidth}")
+        _check(ranks, itemsize, alpha, bandwidth)
         usual = topology.hockney if topology else (0.0, 0.0)
         self._alpha = usual[0] if alpha is None else alpha
         self._beta = usual[1] if bandwidth is None else 1 / bandwidth
@@ -171,8 +172,8 @@ class Planner:
 
     def plan(self, nbytes: int) -> Plan:
         """Compares the algorithms for a buffer of so many bytes."""
-        if nbytes < 0:
-            raise ValueError(f"plan: nbytes must not be negative, got {nbytes}")
+        if not 0 <= nbytes < math.inf:
+            raise ValueError(f"plan: nbytes must be finite and not negative, got {nbytes}")
         found = [
             self._predict(name, schedule, nbytes) for name, schedule in self._schedules.items()
         ]
@@ -210,6 +211,17 @@ class Planner:
             return nbytes
         elements = -(-nbytes // self._itemsize)
         return schedule.chunks * self._wire.nbytes(-(-elements // schedule.chunks))
+
+
+def _check(ranks: int, itemsize: int, alpha: float | None, bandwidth: float | None) -> None:
+    for name, count in (("ranks", ranks), ("itemsize", itemsize)):
+        if isinstance(count, bool) or not isinstance(count, numbers.Integral) or count < 1:
+            raise ValueError(f"plan: {name} must be an integer of at least 1, got {count!r}")
+    if alpha is not None and not 0 <= alpha < math.inf:
+        raise ValueError(f"plan: alpha must be finite and not negative, got {alpha}")
+    # Of less than the least float64 that is not subnormal the inverse would be infinite.
+    if bandwidth is not None and not sys.float_info.min <= bandwidth < math.inf:
+        raise ValueError(f"plan: bandwidth must be finite and above 0, got {bandwidth}")
 
 
 def plan_algorithms(

@@ -170,21 +170,20 @@ def partial_sums_travel(algorithm: str | Schedule, kind: Kind, ranks: int) -> bo
     return plan(Method(algorithm, 1).schedule(kind, ranks)).partials_travel
 
 
-def _label(reduction: Reduction, mean: bool) -> str:
-    if mean:
-        return "pmean"
-    return {SUM: "psum", MAX: "pmax", MIN: "pmin"}.get(reduction, f"all_reduce_{reduction.name}")
-
-
-def public_name(primitive: Primitive, params: Mapping[str, Any]) -> str:
-    """The public function that makes such a primitive."""
-    if primitive is all_gather_p:
+def public_name(kind: Kind, reduction: Reduction, mean: bool) -> str:
+    """What a collective is called by: the public function, and what it computes if that is more."""
+    if kind is Kind.ALL_GATHER:
         return "all_gather"
-    reduction, mean = params.get("reduction", SUM), params["mean"]
-    if primitive is reduce_scatter_p:
-        what = "mean" if mean else reduction.name
+    what = "mean" if mean else reduction.name
+    if kind is Kind.REDUCE_SCATTER:
         return "psum_scatter" if what == "sum" else f"reduce_scatter_{what}"
-    name = _label(reduction, mean)
+    names = {SUM: "psum", MAX: "pmax", MIN: "pmin"}
+    return "pmean" if mean else names.get(reduction, f"all_reduce_{what}")
+
+
+def name_of(primitive: Primitive, params: Mapping[str, Any]) -> str:
+    """The public function that makes a primitive in `KINDS`."""
+    name = public_name(KINDS[primitive], params.get("reduction", SUM), params.get("mean", False))
     return f"error_feedback.{name}" if primitive is all_reduce_feedback_p else name
 
 
@@ -196,7 +195,7 @@ def _lowered(lowering: _compat.Lowering) -> None:
 
     def described() -> str:
         return consistency.described(
-            name=public_name(lowering.primitive, params),
+            name=name_of(lowering.primitive, params),
             dtype=str(lowering.aval.dtype),
             shape=lowering.aval.shape,
             axes=params["axes"],
@@ -261,7 +260,7 @@ def _plain_all_reduce(
         axis=division.axis,
         block=division.block,
         unroll=method.unroll,
-        label=f"jax_ring.{_label(reduction, mean)}/{schedule.name}",
+        label=f"jax_ring.{public_name(Kind.ALL_REDUCE, reduction, mean)}/{schedule.name}",
     )
     return division.restore(buffer, x.shape)
 
@@ -285,7 +284,7 @@ def _wired_all_reduce(
         comm,
         _codec(method, rows, reduction, 1 / comm.size if mean else 1.0),
         unroll=method.unroll,
-        label=f"jax_ring.{_label(reduction, mean)}/{schedule.name}",
+        label=f"jax_ring.{public_name(Kind.ALL_REDUCE, reduction, mean)}/{schedule.name}",
         seed=seed[0] if seed else None,
         finish=_mean_of(comm.size) if mean else None,
         feedback=feedback,
@@ -309,7 +308,7 @@ def _codec(method: Method, rows: Array, reduction: Reduction, factor: float = 1.
 def _all_reduce_type(
     aval: Any, *_: Any, axes: Axes, invariant: bool, reduction: Reduction, mean: bool, **__: Any
 ) -> tuple[Any, set[Any]]:
-    _compat.check_axis_names(axes, f"jax_ring.{_label(reduction, mean)}")
+    _compat.check_axis_names(axes, f"jax_ring.{public_name(Kind.ALL_REDUCE, reduction, mean)}")
     varying, unreduced = _compat.varying(aval), _compat.unreduced(aval)
     if invariant:
         varying, unreduced = varying - set(axes), unreduced - set(axes)
@@ -617,25 +616,15 @@ def _reduce_scatter(
     shape = _scattered_shape(x.shape, dimension, tiled, size)
     if size == 1 or x.size == 0:
         return x.reshape(shape)
-    if tiled and x.shape[dimension] > layout.INT32_MAX:
-        tiled, x = False, _blocks(x, dimension, size)
-    schedule = method.schedule(Kind.REDUCE_SCATTER, size)
-    label = f"jax_ring.reduce_scatter/{schedule.name}"
     if method.wired(reduction.operation, x.dtype, reduce_dtype):
         chunks = _blocks(x, dimension, size) if tiled else x
-        blocks = layout.Rows(chunks.shape, dimension, layout.left_to_compiler() == 1)
-        rows = blocks.divide(chunks)
-        row = executor.wired_reduce_scatter(
-            schedule,
-            rows,
-            comm,
-            _codec(method, rows, reduction, 1 / size if mean else 1.0),
-            unroll=method.unroll,
-            label=label,
-            seed=seed[0] if seed else None,
-            finish=_mean_of(size) if mean else None,
+        chunk = _wired_reduce_scatter(
+            chunks, *seed, comm=comm, at=dimension, reduction=reduction, mean=mean, method=method
         )
-        return blocks.restore(row[None]).reshape(shape)
+        return chunk.reshape(shape)
+    if tiled and x.shape[dimension] > layout.INT32_MAX:
+        x = _blocks(x, dimension, size)
+    schedule = method.schedule(Kind.REDUCE_SCATTER, size)
     chunk = executor.reduce_scatter(
         schedule,
         x,
@@ -644,9 +633,35 @@ def _reduce_scatter(
         axis=dimension,
         block=x.shape[dimension] // size,
         unroll=method.unroll,
-        label=label,
+        label=f"jax_ring.reduce_scatter/{schedule.name}",
     )
     return chunk.reshape(shape)
+
+
+def _wired_reduce_scatter(
+    chunks: Array,
+    *seed: Array,
+    comm: Communicator,
+    at: int,
+    reduction: Reduction,
+    mean: bool,
+    method: Method,
+) -> Array:
+    """This rank's chunk, [..., 1, ...]; there is one for each index of dimension `at`."""
+    schedule = method.schedule(Kind.REDUCE_SCATTER, comm.size)
+    blocks = layout.Rows(chunks.shape, at, layout.left_to_compiler() == 1)
+    rows = blocks.divide(chunks)
+    row = executor.wired_reduce_scatter(
+        schedule,
+        rows,
+        comm,
+        _codec(method, rows, reduction, 1 / comm.size if mean else 1.0),
+        unroll=method.unroll,
+        label=f"jax_ring.reduce_scatter/{schedule.name}",
+        seed=seed[0] if seed else None,
+        finish=_mean_of(comm.size) if mean else None,
+    )
+    return blocks.restore(row[None])
 
 
 def _scattered_shape(
@@ -831,22 +846,11 @@ def _all_gather(
     shape = _gathered_shape(x.shape, dimension, tiled, size)
     if size == 1 or x.size == 0:
         return x.reshape(shape)
-    schedule = method.schedule(Kind.ALL_GATHER, size)
-    label = f"jax_ring.all_gather/{schedule.name}"
     if method.wire is not None:
         chunk = lax.expand_dims(x, [dimension])
-        blocks = layout.Rows(chunk.shape, dimension, layout.left_to_compiler() == 1)
-        row = blocks.divide(chunk)[0]
-        rows = executor.wired_all_gather(
-            schedule,
-            row,
-            comm,
-            _codec(method, row[None], SUM),
-            unroll=method.unroll,
-            label=label,
-            seed=seed[0] if seed else None,
-        )
-        return blocks.restore(rows).reshape(shape)
+        chunks = _wired_all_gather(chunk, *seed, comm=comm, at=dimension, method=method)
+        return chunks.reshape(shape)
+    schedule = method.schedule(Kind.ALL_GATHER, size)
     tiled = tiled and shape[dimension] <= layout.INT32_MAX
     buffer = executor.all_gather(
         schedule,
@@ -855,9 +859,28 @@ def _all_gather(
         axis=dimension,
         block=x.shape[dimension] if tiled else 1,
         unroll=method.unroll,
-        label=label,
+        label=f"jax_ring.all_gather/{schedule.name}",
     )
     return buffer.reshape(shape)
+
+
+def _wired_all_gather(
+    chunk: Array, *seed: Array, comm: Communicator, at: int, method: Method
+) -> Array:
+    """The chunks of all ranks, along dimension `at` of this one's, which is of size 1."""
+    schedule = method.schedule(Kind.ALL_GATHER, comm.size)
+    blocks = layout.Rows(chunk.shape, at, layout.left_to_compiler() == 1)
+    row = blocks.divide(chunk)[0]
+    rows = executor.wired_all_gather(
+        schedule,
+        row,
+        comm,
+        _codec(method, row[None], SUM),
+        unroll=method.unroll,
+        label=f"jax_ring.all_gather/{schedule.name}",
+        seed=seed[0] if seed else None,
+    )
+    return blocks.restore(rows)
 
 
 def _gathered_shape(
@@ -965,6 +988,14 @@ all_gather_p = _compat.collective_primitive(
     batch=_all_gather_batch,
     jvp=_all_gather_jvp,
 )
+
+# What each of them does.
+KINDS: dict[Primitive, Kind] = {
+    all_reduce_p: Kind.ALL_REDUCE,
+    all_reduce_feedback_p: Kind.ALL_REDUCE,
+    reduce_scatter_p: Kind.REDUCE_SCATTER,
+    all_gather_p: Kind.ALL_GATHER,
+}
 
 
 def default_reduce_dtype(dtype: Any, *, mean: bool) -> Any:

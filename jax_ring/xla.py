@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import re
 from collections.abc import Callable
 from typing import Any
 
+import jax
 from jax import lax
 
 from jax_ring import _compat
@@ -19,6 +22,22 @@ def _refuse(name: str, what: str) -> str:
         f"{name}: algorithm='xla' (given, or what 'auto' stands for here) {what}; "
         "algorithm='ring' can"
     )
+
+
+def scope(name: str) -> contextlib.AbstractContextManager[None]:
+    """The named scope of lax's op for a collective, which profiles and `jax_ring.explain` show."""
+    return jax.named_scope(f"jax_ring.{name}/xla")
+
+
+def asked_for(scopes: str) -> str | None:
+    """The collective in whose `scope` something is, if it is in one.
+
+    Example:
+      >>> asked_for("jit(step)/transpose(jvp(jax_ring.pmean/xla))")
+      'pmean'
+    """
+    found = re.findall(r"\bjax_ring\.(\w+)/xla\b", scopes)
+    return found[-1] if found else None
 
 
 def all_reduce(

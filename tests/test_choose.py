@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import os
+import re
 
 import jax
 import numpy as np
@@ -62,6 +63,25 @@ def test_levels_are_priced_by_their_own_links():
     within = 6e-6 + 2 * 3 / 4 * 1e6 * 1e-11
     between = 2e-4 + 2 * 1 / 2 / 4 * 1e6 * 1e-9
     assert seconds == pytest.approx(within + between)
+
+
+def test_levels_on_machines_of_their_own():
+    """A machine has as much to do as for its ranks alone, and a read for what came from others."""
+    alone = predict(ring(4), 1e5, SHARED)
+    free = Link(alpha=0.0, beta=0.0)
+    for n in (2, 4, 8):
+        seconds = predict(hierarchical(4, n), 1e5, SHARED, across=free, inner=4)
+        assert seconds == pytest.approx(alone + 4 * 2e-9 * 1e5 / 4)
+
+
+def test_levels_of_several_channels():
+    """A channel that waits for others pays nothing, and what is sent at once pays once."""
+    schedule = hierarchical(3, 4, "ring", "bidirectional_ring")
+    assert schedule.channels == 2
+    one = Link(alpha=1.0, beta=0.0)
+    assert predict(schedule, 1.0, one, across=Link(alpha=0.0, beta=0.0), inner=3) == 4
+    assert predict(schedule, 1.0, Link(alpha=0.0, beta=0.0), across=one, inner=3) == 4
+    assert predict(schedule, 1.0, one) == 4 + 4
 
 
 @pytest.mark.parametrize("kind", list(Kind))
@@ -237,16 +257,24 @@ GOOD = {"schema": "jax_ring.tuning", "version": 1, "links": {}}
     ("content", "message"),
     [
         ("{", "it is no JSON"),
+        ("[" * 100_000, "it is nested too deeply"),
         ("[]", 'must be an object with "schema"'),
         (json.dumps({"alpha": 1}), 'must be an object with "schema"'),
         (json.dumps(GOOD | {"schema": "nccl"}), 'must be an object with "schema"'),
         (json.dumps(GOOD | {"version": 2}), "its version must be 1, got 2"),
+        (json.dumps(GOOD | {"version": True}), "its version must be 1, got True"),
+        (json.dumps(GOOD | {"version": 1.0}), "its version must be 1, got 1.0"),
         (json.dumps(GOOD | {"link": {}}), 'must have "schema", "version", "links", got'),
         (json.dumps(GOOD | {"links": []}), 'must have "schema", "version", "links"'),
         (json.dumps(GOOD | {"links": {"token ring": {}}}), "links are .* got 'token ring'"),
         (json.dumps(GOOD | {"links": {"cpu": {"aplha": 1}}}), "a link has the fields .*aplha"),
         (json.dumps(GOOD | {"links": {"cpu": 7}}), "a link has the fields .* got 7"),
         (json.dumps(GOOD | {"links": {"cpu": {"alpha": -1}}}), "in link 'cpu' alpha must be"),
+        (json.dumps(GOOD | {"links": {"cpu": {"alpha": 10**400}}}), "in link 'cpu' alpha must be"),
+        (
+            json.dumps(GOOD | {"links": {"cpu": {"spills": [[float("nan"), 2.0]]}}}),
+            r"in link 'cpu' spills must be pairs of a finite size > 0 .* got \(\(nan, 2.0\),\)",
+        ),
         (json.dumps(GOOD | {"links": {"cpu": {"beta": "x"}}}), "in link 'cpu' beta must be"),
         (json.dumps(GOOD | {"links": {"cpu": {"ports": 0}}}), "in link 'cpu' ports must be"),
     ],
@@ -265,6 +293,20 @@ def test_a_file_that_cannot_be_used_is_an_error(tmp_path, content, message):
 def test_a_file_that_is_not_there_is_an_error(tmp_path):
     with pytest.raises(ValueError, match="missing.json.*can't be read: No such file"):
         load_tuning(tmp_path / "missing.json")
+
+
+@pytest.mark.parametrize("path", [3, ["a"], 2.5, True])
+def test_what_is_no_path_is_an_error(path):
+    message = f"tuning .JAX_RING_TUNING. must name a file .* got {re.escape(repr(path))}: it is no"
+    with pytest.raises(ValueError, match=message), jax_ring.config(tuning=path):
+        pass
+
+
+def test_paths_of_any_kind(tmp_path):
+    path = tmp_path / "tuning.json"
+    save_tuning(path, {"cpu": NETWORK})
+    for kind in (path, str(path), os.fsencode(path)):
+        assert load_tuning(kind)["cpu"] == NETWORK
 
 
 def test_writing_is_whole_or_not_at_all(tmp_path, monkeypatch):
@@ -292,8 +334,13 @@ def test_unknown_links_are_not_written(tmp_path):
     [
         ("alpha", float("nan"), "alpha must be a finite number of at least 0"),
         ("beta", True, "beta must be a finite number"),
-        ("spills", ((0, 2.0),), "spills must be pairs of a size > 0"),
-        ("spills", ((1, 0.5),), "spills must be pairs of a size > 0 and a finite factor >= 1"),
+        ("spills", ((0, 2.0),), "spills must be pairs of a finite size > 0"),
+        ("spills", ((float("inf"), 2.0),), "spills must be pairs of a finite size > 0"),
+        (
+            "spills",
+            ((1, 0.5),),
+            "spills must be pairs of a finite size > 0 and a finite factor >= 1",
+        ),
         ("spills", ((2, 1.0), (1, 2.0)), "spills must ascend"),
         ("spills", 3, "spills must be pairs"),
         ("ports", 1.5, "ports must be an integer of at least 1, got 1.5"),

@@ -2,6 +2,7 @@
 
 import functools
 import inspect
+import math
 import re
 
 import jax
@@ -9,7 +10,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from harness import compiled, integers, mesh, per_rank, same_bits, sharded, vary
+from harness import Hlo, compiled, integers, mesh, per_rank, same_bits, sharded, vary
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from jax import lax
@@ -883,11 +884,13 @@ def test_bytes_across_the_outer_level(wire):
     for line in hlo.text.splitlines():
         if " collective-permute(" not in line:
             continue
-        kind, length = re.search(r"= (\w+?)\[(\d+)[\d,]*\]", line).groups()
+        kind, shape = re.search(r"= (\w+?)\[([\d,]+)\]", line).groups()
         pairs = re.search(r"source_target_pairs=\{\{(.*?)\}\}", line)[1].split("},{")
         crosses = [int(s) // local != int(t) // local for s, t in (p.split(",") for p in pairs)]
         assert len(set(crosses)) == 1, "a step stays inside or leaves on all ranks"
-        nbytes = int(length) * {"f32": 4, "u16": 2, "s8": 1, "u8": 1}[kind]
+        nbytes = (
+            math.prod(map(int, shape.split(","))) * {"f32": 4, "u16": 2, "s8": 1, "u8": 1}[kind]
+        )
         if crosses[0]:
             crossing += nbytes
         else:
@@ -898,6 +901,136 @@ def test_bytes_across_the_outer_level(wire):
         assert crossing <= 0.27 * share
     else:
         assert crossing == share * (0.5 if wire else 1)
+
+
+@pytest.mark.parametrize("how", [{"wire": {"x": "int8"}}, {"wire": {}, "reduce_dtype": "float32"}])
+def test_levels_of_leaves_that_do_not_take_part_in_a_wire(how):
+    m = mesh(2, 3)
+    x = {
+        "w": integers((6, 5), np.float32),
+        "half": integers((6, 8), jnp.bfloat16, seed=1),
+        "step": integers((6,), np.int32, seed=2),
+        "seen": integers((6, 4), bool, seed=3, high=2),
+    }
+
+    def f(tree):
+        by_level = [jax_ring.psum(tree, ("x", "y"), **how), jax_ring.pmean(tree, ("x", "y"), **how)]
+        return by_level, [lax.psum(tree, ("x", "y")), lax.pmean(tree, ("x", "y"))]
+
+    ours, theirs = per_rank(f, m, x)
+    for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
+        assert (a.shape, a.dtype) == (b.shape, b.dtype)
+        lossy = "wire" in how and how["wire"] and jnp.issubdtype(a.dtype, jnp.floating)
+        atol = 0.3 if lossy else 0.01
+        np.testing.assert_allclose(np.float64(a), np.float64(b), atol=atol)
+
+
+def test_levels_of_what_all_ranks_know():
+    wired = {"wire": {"x": "int8"}}
+
+    def f(v):
+        count = jax_ring.psum(1.0, ("x", "y"), **wired)
+        assert count == 4  # Without communication.
+        return count * v
+
+    assert (per_rank(f, mesh(2, 2), np.ones(4)) == 4).all()
+    cases = [
+        (1, {"wire": {"x": "int3"}}, "wire must be None, .* got 'int3'"),
+        (1, wired, r"wire='int8' is for floating-point leaves, but x has only \['int32'\]"),
+        (1.0, {"algorithm": {"y": "tree"}}, "algorithm must be one of .* got 'tree'"),
+        (1.0, {"wire": {"z": None}}, r"wire names the axes \['z'\]"),
+        (1.0, {"wire": {}, "reduce_dtype": jnp.int32}, "reduce_dtype=int32 is not of the kind"),
+    ]
+    for x, how, message in cases:
+        with pytest.raises(ValueError, match=f"jax_ring.psum: {message}"):
+            per_rank(
+                lambda v, x=x, h=how: v + jax_ring.psum(x, ("x", "y"), **h), mesh(2, 2), np.ones(4)
+            )
+
+
+def test_the_first_level_by_a_schedule():
+    x = integers((6, 5), np.float32)
+    ring = jax_ring.schedules.ring
+    total = per_rank(
+        lambda v: jax_ring.psum(v, ("x", "y"), algorithm={"x": ring(2, segments=2)}), mesh(2, 3), x
+    )
+    assert all(same_bits(row, x.sum(0)) for row in np.asarray(total))
+
+
+@pytest.mark.parametrize("explicit", [True, False])
+@pytest.mark.parametrize("spec", [P(None, "z"), P("z", None), P()], ids=str)
+def test_levels_where_an_axis_is_left_to_the_compiler(spec, explicit):
+    """The compiler shards the array over axis z, along a dimension that the ranks divide too."""
+    m = mesh(2, 2, 2, explicit=explicit)
+    x = integers((2, 2, 8, 12), np.float32)
+    laid_out = jax.NamedSharding(m, P("x", "y", *spec))
+
+    def body(v, reduced):
+        return reduced(v[0, 0], ("x", "y"))
+
+    by_level = functools.partial(jax_ring.psum, algorithm={"x": "ring", "y": "ring"})
+    how = {"in_specs": P("x", "y"), "out_specs": P(), "axis_names": {"x", "y"}}
+    with jax.set_mesh(m):
+        ours, theirs = (
+            jax.jit(jax.shard_map(functools.partial(body, reduced=f), **how))
+            for f in (by_level, lax.psum)
+        )
+        value = jax.device_put(x, laid_out)
+        assert (np.asarray(ours(value)) == x.sum((0, 1))).all()
+        hlo, of_lax = (Hlo(f.lower(value).compile().as_text(), None) for f in (ours, theirs))
+    # On explicit axes some versions of shard_map gather at its border, with lax's sum too.
+    assert hlo.counts["all-gather"] == of_lax.counts["all-gather"]
+    assert hlo.counts["all-gather"] == 0 or explicit
+    part = 8 * 12 // (2 if "z" in spec else 1)
+    assert [size for _, size in hlo.permutes] == [part // 2, part // 4, part // 4, part // 2]
+
+
+@st.composite
+def levels(draw):
+    """Sizes of axes, the axes in an order, and by some of them an algorithm and a wire."""
+    sizes = draw(st.lists(st.integers(1, 3), min_size=2, max_size=3))
+    axes = draw(st.permutations("xyz"[: len(sizes)]))
+    algorithm = {
+        axis: draw(st.sampled_from(names(Kind.REDUCE_SCATTER if i else Kind.ALL_REDUCE)))
+        for i, axis in enumerate(axes)
+        if draw(st.booleans())
+    }
+    wires = st.sampled_from([None, "bfloat16", "int8"])
+    return sizes, tuple(axes), {"algorithm": algorithm, "wire": {axes[0]: draw(wires)}}
+
+
+@pytest.mark.slow
+@settings(max_examples=12, deadline=None)
+@given(
+    levels(),
+    st.lists(st.lists(st.integers(0, 7), max_size=3), min_size=1, max_size=3),
+    st.sampled_from(["psum", "pmean", "pmax"]),
+    st.sampled_from([1, 32]),
+)
+def test_levels_drawn_at_random(drawn, shapes, name, unroll):
+    sizes, axes, how = drawn
+    dtypes = [np.float32, np.int32, np.float16]
+    rows = [
+        integers((*sizes, *shape), dtype)
+        for shape, dtype in zip(shapes, dtypes[: len(shapes)], strict=True)
+    ]
+    if name == "pmax":
+        how = {"algorithm": how["algorithm"]}
+    f = functools.partial(getattr(jax_ring, name), axis_name=axes, **how)
+    for axis in reversed("xyz"[: len(sizes)]):
+        f = jax.vmap(f, axis_name=axis)
+    with jax_ring.config(unroll=unroll):
+        found = jax.jit(f)(rows)
+    numpy = {"psum": np.sum, "pmean": np.mean, "pmax": np.max}[name]
+    for x, y in zip(rows, map(np.asarray, found), strict=True):
+        every = y.reshape(math.prod(sizes), *x.shape[len(sizes) :])
+        assert all(same_bits(row, every[0]) for row in every)
+        want = numpy(x.astype(np.float64), axis=tuple(range(len(sizes))))
+        lossy = how.get("wire", {axes[0]: None})[axes[0]] and x.dtype.kind == "f"
+        exact = not lossy and name != "pmean"
+        np.testing.assert_allclose(
+            every[0], want, rtol=0 if exact else 0.02, atol=0.5 * bool(lossy)
+        )
 
 
 def test_levels_differentiate():
@@ -921,6 +1054,10 @@ def test_bad_levels():
         ({"wire": {}, "axis_index_groups": [[0, 1, 2, 3]]}, "axis_index_groups must be None"),
         ({"wire": {}, "algorithm": jax_ring.schedules.ring(4)}, "algorithm must be a name"),
         ({"algorithm": {"y": "double_binary_tree"}}, "is an all-reduce only"),
+        (
+            {"algorithm": {"y": jax_ring.schedules.ring(2)}},
+            "algorithm must name what axis 'y' is scattered and gathered by, .* first axis, 'x'",
+        ),
         ({"wire": {"x": "int3"}}, "int3"),
     ]
     for how, message in cases:

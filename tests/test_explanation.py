@@ -519,6 +519,50 @@ def test_collectives_of_lax_are_told_apart(check_vma):
     assert "not counted: what lax's own collectives send" in str(found)
 
 
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_lax_does_it_by_the_name_it_was_called_by(check_vma):
+    """As by any other algorithm: a mean is not called a sum because lax sums and then divides."""
+
+    def body(x, how):
+        mean = {"op": "mean", "axis_name": "x", **how}
+        scattered = jax_ring.reduce_scatter(x, tiled=True, **mean).sum()
+        gathered = jax_ring.all_gather(x, "x", **how).sum()
+        return jax_ring.pmean(x, "x", **how) + jax_ring.all_reduce(x, **mean) + scattered + gathered
+
+    names = []
+    for how in ({"algorithm": "ring"}, {"algorithm": "xla"}):
+        f = mapped(functools.partial(body, how=how), abstract(4), check_vma=check_vma, out=P("x"))
+        found = explain(f, floats(64)).collectives
+        names.append(sorted(c.name for c in found))
+        assert {c.algorithm for c in found} == set(how.values())
+        assert all("called" not in c.reason for c in found)
+    assert names[0] == names[1] == ["all_gather", "pmean", "pmean", "reduce_scatter_mean"]
+
+    def loss(x):
+        y = jax_ring.psum_scatter(x, "x", tiled=True, algorithm="xla")
+        return (y**2).sum()
+
+    f = mapped(jax.grad(loss), abstract(4), check_vma=check_vma, out=P("x"))
+    forth, back = explain(f, floats(64)).collectives
+    assert (forth.name, forth.backward, back.name, back.backward) == (
+        "psum_scatter",
+        False,
+        "all_gather",
+        True,
+    )
+    assert forth.reason == back.reason
+
+
+def test_what_else_lax_communicates():
+    def body(x):
+        x = lax.ppermute(lax.pmean(x, "x"), "x", [(0, 1), (1, 0)])
+        return lax.all_to_all(x, "x", 0, 0, tiled=True)
+
+    found = explain(mapped(body, abstract(4), check_vma=False, out=P("x")), floats(64))
+    assert [c.name for c in found.collectives] == ["pmean", "ppermute", "all_to_all"]
+    assert {c.reason for c in found.collectives} == {"lax's own is called"}
+
+
 def test_over_a_vmapped_axis_nothing_is_communicated():
     def f(x):
         return jax.vmap(lambda v: jax_ring.psum(v, "i"), axis_name="i")(x)

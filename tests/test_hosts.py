@@ -2,6 +2,7 @@
 
 import types
 
+import jax
 import numpy as np
 import pytest
 from harness import integers, mesh, per_rank, same_bits
@@ -44,6 +45,9 @@ def test_every_row_of_the_mesh_must_be_alike():
 def test_bad_places():
     with pytest.raises(ValueError, match=r"axis_name must be one of \('x',\), got 'z'"):
         hosts.groups(placed(0, 1), "z")
+    for mesh_of_none in (jax.sharding.AbstractMesh((2,), ("x",)), None):
+        with pytest.raises(TypeError, match=r"mesh must be a jax.sharding.Mesh, .* got (Abs|None)"):
+            hosts.groups(mesh_of_none, "x")
     with pytest.raises(ValueError, match=r"as many ranks of axis 'x', got \[1, 2\]"):
         hosts.hierarchical(placed(0, 0, 1), "x")
     with pytest.raises(ValueError, match="channels must be at least 1, got 0"):

@@ -81,6 +81,9 @@ def test_known_shardings_are_respected():
     assert (seen[0].shape, seen[0].axis) == ((4, 1, 4), 2)
     in_partly_manual(f, np.zeros((8, 3)), P("y"), explicit=True)
     assert (seen[1].shape, seen[1].axis) == ((2, 4, 3), 1)
+    # With no other dimension it is filled up to a row for each device.
+    in_partly_manual(f, np.zeros(2), P("y"), explicit=True)
+    assert (seen[2].shape, seen[2].axis, seen[2].length) == ((2, 4), 1, 8)
 
 
 @pytest.mark.parametrize("explicit", [True, False])

@@ -809,6 +809,18 @@ def test_manual_over_data_alone_with_uneven_shapes(shape):
     assert (np.asarray(top) == x.max(0)).all()
 
 
+@pytest.mark.parametrize("length", [2, 6, 10])
+def test_fewer_elements_on_a_device_than_ranks(length):
+    m = mesh(4, 2, explicit=True)
+    x = integers((4, length), np.float32)
+    with jax.set_mesh(m):
+        f = jax.shard_map(
+            lambda v: jax_ring.psum(v[0], "x"), in_specs=P("x"), out_specs=P(), axis_names={"x"}
+        )
+        total = jax.jit(f)(jax.device_put(x, jax.NamedSharding(m, P("x", "y"))))
+    assert (np.asarray(total) == x.sum(0)).all()
+
+
 def test_scatter_and_gather_manual_over_data_alone():
     m = mesh(4, 2)
     x = integers((4, 8, 6), np.float32)

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+from algorithms import one_half_to_a_channel, textbook_ring
 from harness import compiled, mesh, per_rank, same_bits, sharded
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -17,7 +18,7 @@ from kernel_reference import BLOCK_WIRES, assert_bitwise, decoded, encoded, mess
 
 import jax_ring
 from jax_ring import wire
-from jax_ring.schedules import FAMILIES, hierarchical
+from jax_ring.schedules import FAMILIES, double_binary_tree, hierarchical, verify
 
 N = 8
 BITS = {"bfloat16": "u16", "float16": "u16", "int8": "s8"}
@@ -341,6 +342,71 @@ def test_every_algorithm_over_wires(algorithm, n):
         assert near(mean[0], x.mean(0))
     assert all(same_bits(row, narrow[0]) for row in narrow)
     assert near(narrow[0], x.mean(0), 0.01)
+
+
+@pytest.mark.parametrize("form", [None, "bfloat16"])
+def test_loops_of_steps_that_send_on_nothing_of_what_they_make(form):
+    """Such steps hold values, though what the loop begins with comes from the buffer."""
+    x = data(48, ranks=2)
+
+    def f(v):
+        how = {"wire": form, "algorithm": double_binary_tree(2)}
+        return jax_ring.psum(v, "x", **how), jax_ring.pmean(v, "x", **how)
+
+    with jax_ring.config(reducer="native", unroll=1):
+        looped = per_rank(f, 2, x)
+    with jax_ring.config(reducer="native"):
+        unrolled = per_rank(f, 2, x)
+    assert all(map(same_bits, looped, unrolled))
+    assert near(looped[0][0], x.sum(0))
+    assert near(looped[1][0], x.mean(0))
+
+
+@pytest.mark.parametrize("algorithm", ["ring", "direct", "recursive_doubling"])
+def test_means_by_native_code_as_values_are(algorithm):
+    x = data(40, ranks=4)
+    f = functools.partial(jax_ring.pmean, axis_name="x", algorithm=algorithm)
+    with jax_ring.config(reducer="native"):
+        mean = per_rank(f, 4, x)
+    np.testing.assert_allclose(mean, np.tile(x.mean(0), (4, 1)), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("reducing", [0, 1])
+def test_channels_that_send_in_one_half_only(reducing):
+    n = 3
+    schedule = one_half_to_a_channel(n, reducing)
+    verify(schedule)
+    x = data(40, ranks=n)
+    keyed = wire.Blocks("int8", key=jax.random.key(0))
+
+    def f(v):
+        return [jax_ring.psum(v, "x", wire=w, algorithm=schedule) for w in ("bfloat16", keyed)]
+
+    for total in per_rank(f, n, x):
+        assert all(same_bits(row, total[0]) for row in total)
+        assert near(total[0], x.sum(0))
+
+
+@pytest.mark.parametrize("reducer", ["auto", "native", "xla"])
+def test_a_scatter_that_ends_in_a_copy(reducer):
+    n = 4
+    schedule = textbook_ring(n)
+    verify(schedule)
+    x = data(n * 12, ranks=n)
+
+    def f(v):
+        how = {"axis_name": "x", "tiled": True, "algorithm": schedule}
+        return (
+            jax_ring.psum_scatter(v, **how),
+            jax_ring.psum_scatter(v, wire="bfloat16", **how),
+            jax_ring.reduce_scatter(v, op="mean", wire="int8", **how),
+        )
+
+    with jax_ring.config(reducer=reducer):
+        exact, total, mean = (np.asarray(rows).reshape(-1) for rows in per_rank(f, n, x))
+    np.testing.assert_allclose(exact, x.sum(0), rtol=1e-5, atol=1e-5)
+    assert near(total, x.sum(0))
+    assert near(mean, x.mean(0))
 
 
 def test_a_function_is_what_it_does_and_not_what_it_is_called():

@@ -37,3 +37,9 @@ def read(option: str, parse: Callable[[str], T], text: str) -> T:
         return parse(text)
     except ValueError as error:
         raise ValueError(f"{option}: {error}") from None
+
+
+def check_ranks(ranks: int) -> None:
+    """Rejects what no number of ranks is."""
+    if ranks < 1:
+        raise ValueError(f"--ranks must be at least 1, got {ranks}")

@@ -16,13 +16,14 @@ from rich.console import Console
 from rich.table import Table
 
 from jax_ring.cli import completion
-from jax_ring.cli.mistakes import mistakes_of_the_user, read
+from jax_ring.cli.mistakes import check_ranks, mistakes_of_the_user, read
 from jax_ring.cli.units import (
     format_bandwidth,
     format_seconds,
     format_size,
     parse_bandwidth,
     parse_dtype,
+    parse_factor,
     parse_seconds,
     parse_size,
 )
@@ -94,7 +95,10 @@ def plan(
       jax-ring plan -n 64 --size 1GB --bandwidth 100Gbit/s --plot times.png
     """  # noqa: D301  (\b keeps the lines apart in the help.)
     with mistakes_of_the_user("plan"):
+        check_ranks(ranks)
         name, itemsize = read("--dtype", parse_dtype, dtype)
+        if wire is not None and "float" not in name:
+            raise ValueError(f"--wire {wire} is for floats, such as --dtype bf16, got {dtype!r}")
         nbytes = read("--size", parse_size, size)
         cluster = get(topology, ranks) if topology else None
         planner = Planner(
@@ -105,8 +109,8 @@ def plan(
             topology=cluster,
             itemsize=itemsize,
             wire=wire,
-            stragglers=_by_rank("--straggler", straggler, parse_seconds),
-            slowdowns=_by_rank("--slow", slow, float),
+            stragglers=_by_rank("--straggler", straggler, parse_seconds, ranks),
+            slowdowns=_by_rank("--slow", slow, parse_factor, ranks),
             gamma=_gamma(reduce_bandwidth),
         )
         result = planner.plan(nbytes)
@@ -138,15 +142,20 @@ def _gamma(text: str | None) -> float:
 
 
 def _by_rank(
-    option: str, texts: Sequence[str] | None, parse: Callable[[str], float]
+    option: str, texts: Sequence[str] | None, parse: Callable[[str], float], ranks: int
 ) -> dict[int, float]:
     """What RANK:VALUE says for each rank."""
-    result = {}
+    result: dict[int, float] = {}
     for text in texts or []:
-        rank, colon, value = text.partition(":")
-        if not colon or not rank.isdecimal():
+        number, colon, value = text.partition(":")
+        if not colon or not re.fullmatch(r"[0-9]+", number):
             raise ValueError(f"{option} must be RANK:VALUE, such as 3:2, got {text!r}")
-        result[int(rank)] = read(option, parse, value)
+        rank = int(number)
+        if rank >= ranks:
+            raise ValueError(f"{option}: the rank must be 0 to {ranks - 1}, got {text!r}")
+        if rank in result:
+            raise ValueError(f"{option} must name a rank once, got rank {rank} again in {text!r}")
+        result[rank] = read(option, parse, value)
     return result
 
 

@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from jax_ring.cli import completion
-from jax_ring.cli.mistakes import mistakes_of_the_user
+from jax_ring.cli.mistakes import check_ranks, mistakes_of_the_user
 from jax_ring.schedules import Kind, Schedule, hierarchical, ring
 from jax_ring.schedules.draw import draw, draw_text
 from jax_ring.schedules.families import make, names
@@ -49,6 +49,7 @@ def show(
       jax-ring show hierarchical -n 8 --inner 4 -o hierarchical.png
     """  # noqa: D301  (\b keeps the lines apart in the help.)
     with mistakes_of_the_user("show"):
+        check_ranks(ranks)
         schedule = _schedule(algorithm, kind, ranks, channels, inner)
         if output is not None:
             draw(schedule, output)

@@ -44,6 +44,12 @@ def _split(text: str, what: str, units: str) -> tuple[float, str]:
     return float(found[1]), found[2]
 
 
+def _finite(number: float, what: str, text: str) -> float:
+    if not math.isfinite(number):
+        raise ValueError(f"{what} must be finite, got {text!r}")
+    return number
+
+
 def parse_size(text: str) -> int:
     """Bytes.
 
@@ -61,7 +67,7 @@ def parse_size(text: str) -> int:
         raise ValueError(f"a size must end in a unit such as GB, MiB or K, got {text!r}{hint}")
     prefix = found[1].lower()
     factor = _DECIMAL[prefix] if found[2] == "B" or not prefix else _BINARY[prefix]
-    size = number * factor
+    size = _finite(number * factor, "a size", text)
     if not size.is_integer():
         raise ValueError(f"a size must be a whole number of bytes, got {text!r}")
     return int(size)
@@ -83,13 +89,13 @@ def parse_bandwidth(text: str) -> float:
         raise ValueError(
             f"a bandwidth must end in a unit such as GB/s (bytes) or Gbit/s (bits), got {text!r}"
         )
+    if found:
+        prefix = found[1].lower()
+        factor = _BINARY[prefix] if found[2] else _DECIMAL[prefix]
+        number *= factor / (1 if found[3] == "B/s" else 8)
     if not number:
         raise ValueError(f"a bandwidth must be above 0, got {text!r}")
-    if not found:
-        return number
-    prefix = found[1].lower()
-    factor = _BINARY[prefix] if found[2] else _DECIMAL[prefix]
-    return number * factor / (1 if found[3] == "B/s" else 8)
+    return _finite(number, "a bandwidth", text)
 
 
 def parse_seconds(text: str) -> float:
@@ -105,7 +111,26 @@ def parse_seconds(text: str) -> float:
     number, unit = _split(text, "a time", "5us or 1.5ms")
     if unit.lower() not in _PER_SECOND:
         raise ValueError(f"a time must end in s, ms, us or ns, got {text!r}")
-    return number / _PER_SECOND[unit.lower()]
+    return _finite(number, "a time", text) / _PER_SECOND[unit.lower()]
+
+
+def parse_factor(text: str) -> float:
+    """How many times as long something takes.
+
+    Raises:
+      ValueError: saying what would be right.
+
+    Example:
+      >>> parse_factor("1.5")
+      1.5
+    """
+    try:
+        number = float(text)
+    except ValueError:
+        number = math.nan
+    if not 0 < number < math.inf:
+        raise ValueError(f"a factor must be a finite number above 0, such as 1.5, got {text!r}")
+    return number
 
 
 def parse_dtype(text: str) -> tuple[str, int]:

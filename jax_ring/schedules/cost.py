@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from jax_ring.schedules.schedule import Schedule
+import math
+from collections.abc import Iterable
+
+from jax_ring.schedules.schedule import Run, Schedule
 
 
 def cost(schedule: Schedule, nbytes: float, alpha: float, beta: float, *, ports: int = 1) -> float:
@@ -24,7 +27,7 @@ def cost(schedule: Schedule, nbytes: float, alpha: float, beta: float, *, ports:
       Seconds.
 
     Raises:
-      ValueError: if nbytes, alpha or beta is negative, or ports less than 1.
+      ValueError: if nbytes, alpha or beta is negative or not finite, or ports less than 1.
 
     Example:
       >>> from jax_ring.schedules import bidirectional_ring, ring
@@ -36,12 +39,15 @@ def cost(schedule: Schedule, nbytes: float, alpha: float, beta: float, *, ports:
       2.222 ms
     """
     for name, value in (("nbytes", nbytes), ("alpha", alpha), ("beta", beta)):
-        if value < 0:
-            raise ValueError(f"{name} must not be negative, got {value}")
+        if not 0 <= value < math.inf:
+            raise ValueError(f"{name} must be finite and not negative, got {value}")
     if ports < 1:
         raise ValueError(f"ports must be at least 1, got {ports}")
-    moved = 0.0
-    for rounds, runs in schedule.stretches():
-        messages = [run.first.k for run in runs if run.first.perm]
-        moved += rounds * max(max(messages, default=0), sum(messages) / ports)
+    moved = sum(rounds * through_a_port(runs, ports) for rounds, runs in schedule.stretches())
     return schedule.rounds * alpha + moved / schedule.chunks * nbytes * beta
+
+
+def through_a_port(runs: Iterable[Run], ports: int) -> float:
+    """The chunks that pass through the busiest port of a rank in a round of steps of some runs."""
+    messages = [run.first.k for run in runs if run.first.perm]
+    return max(max(messages, default=0), sum(messages) / ports)

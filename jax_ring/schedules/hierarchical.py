@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
+from collections.abc import Iterator
 
 import numpy as np
 
 from jax_ring.schedules.families import make, names
-from jax_ring.schedules.schedule import Kind, Schedule, Step, Steps, Table, compose
+from jax_ring.schedules.schedule import Kind, Run, Schedule, Step, Steps, Table, compose
 
 
 @functools.cache
@@ -102,16 +104,17 @@ def _side_by_side(schedule: Schedule, ranks: Table, chunks: Table) -> Schedule:
 
     def placed(table: Table) -> Table:
         result = np.empty((ranks.size, table.shape[1] * chunks.shape[2]), np.int64)
-        for own_ranks, own_chunks in zip(ranks, chunks, strict=True):
-            result[own_ranks] = own_chunks[table].reshape(schedule.ranks, -1)
+        result[ranks.ravel()] = chunks[:, table].reshape(ranks.size, -1)
         return result
 
-    def spread(step: Step) -> Step:
-        perm = sorted((int(copy[s]), int(copy[d])) for copy in ranks for s, d in step.perm)
-        return dataclasses.replace(
-            step, perm=tuple(perm), send=placed(step.send), recv=placed(step.recv)
-        )
+    def spread(run: Run) -> Iterator[Step]:
+        perm = np.array(run.first.perm, np.int64)
+        pairs = sorted((s, d) for s, d in ranks[:, perm].reshape(-1, 2).tolist())
+        nothing = np.zeros((ranks.size, 1), np.int64)
+        first = dataclasses.replace(run.first, perm=tuple(pairs), send=nothing, recv=nothing)
+        for step in Steps([run], schedule.chunks):
+            yield first.with_chunks(placed(step.send), placed(step.recv))
 
     count = int(chunks.max()) + 1
-    steps = Steps(map(spread, schedule.steps), count)
+    steps = Steps(itertools.chain.from_iterable(map(spread, schedule.steps.runs)), count)
     return Schedule(ranks.size, count, steps, Kind.ALL_REDUCE, "part")

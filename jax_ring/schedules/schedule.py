@@ -9,6 +9,7 @@ imports JAX.
 from __future__ import annotations
 
 import bisect
+import copy
 import dataclasses
 import enum
 import itertools
@@ -74,6 +75,11 @@ def _as_table(name: str, value: npt.ArrayLike) -> Table:
     return table
 
 
+def _advanced(table: Table, by: int, chunks: int) -> Table:
+    """All chunk indices moved by `by`, modulo `chunks`."""
+    return (table + by) % chunks if by % chunks else table
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class Step:
     """One communication step: at most one message out of and into each rank.
@@ -118,9 +124,18 @@ class Step:
         """The same step with all chunk indices moved by `by`, modulo `chunks`."""
         if by % chunks == 0:
             return self
-        return dataclasses.replace(
-            self, send=(self.send + by) % chunks, recv=(self.recv + by) % chunks
-        )
+        return self.with_chunks(_advanced(self.send, by, chunks), _advanced(self.recv, by, chunks))
+
+    def with_chunks(self, send: npt.ArrayLike, recv: npt.ArrayLike) -> Step:
+        """The same messages of other chunks.
+
+        Unlike `dataclasses.replace` it does not go through `perm` again, of which many steps share
+        one.
+        """
+        result = copy.copy(self)
+        object.__setattr__(result, "send", _as_table("send", send))
+        object.__setattr__(result, "recv", _as_table("recv", recv))
+        return result
 
     def _key(self) -> tuple[Any, ...]:
         tables = (self.send.shape, self.send.tobytes(), self.recv.tobytes())
@@ -155,11 +170,15 @@ class Steps(Sequence[Step]):
 
     A ring of N ranks has 2(N-1) steps with tables of N entries each; as two runs it takes O(N).
     All steps of channel 0 come first, then those of channel 1, and so on.
+
+    Attributes:
+      runs: the steps, as few runs as there can be.
+      chunks: what chunk indices are counted modulo.
     """
 
     def __init__(self, items: Iterable[Step | Run], chunks: int) -> None:
         """Stores the items by channel, merging steps that form a run."""
-        self._chunks = chunks
+        self.chunks = chunks
         ordered = sorted(items, key=_channel)
         self.runs: tuple[Run, ...] = tuple(_merge(ordered, chunks))
         self._length = sum(run.count for run in self.runs)
@@ -172,7 +191,7 @@ class Steps(Sequence[Step]):
         """Yields each step, expanded."""
         for run in self.runs:
             for t in range(run.count):
-                yield run.first.advanced(t * run.advance, self._chunks)
+                yield run.first.advanced(t * run.advance, self.chunks)
 
     @overload
     def __getitem__(self, index: int) -> Step: ...
@@ -186,7 +205,7 @@ class Steps(Sequence[Step]):
         if position >= 0:
             for run in self.runs:
                 if position < run.count:
-                    return run.first.advanced(position * run.advance, self._chunks)
+                    return run.first.advanced(position * run.advance, self.chunks)
                 position -= run.count
         raise IndexError(f"step {index} of a schedule of {len(self)} steps")
 
@@ -215,7 +234,10 @@ def _advance_between(a: Step, b: Step, chunks: int) -> int | None:
     if not alike or a.send.shape != b.send.shape or not a.send.size:
         return None
     by = int(b.send.flat[0] - a.send.flat[0]) % chunks
-    return by if a.advanced(by, chunks) == b else None
+    follows = np.array_equal(_advanced(a.send, by, chunks), b.send) and np.array_equal(
+        _advanced(a.recv, by, chunks), b.recv
+    )
+    return by if follows else None
 
 
 def _merge(items: Iterable[Step | Run], chunks: int) -> Iterator[Run]:
@@ -285,9 +307,9 @@ class Schedule:
             raise ScheduleError(
                 f"ranks and chunks must be at least 1, got {self.ranks} and {self.chunks}"
             )
-        items: Iterable[Step | Run] = self.steps
-        runs = items.runs if isinstance(items, Steps) else items
-        object.__setattr__(self, "steps", Steps(runs, self.chunks))
+        if not isinstance(self.steps, Steps) or self.steps.chunks != self.chunks:
+            items: Iterable[Step | Run] = self.steps
+            object.__setattr__(self, "steps", Steps(items, self.chunks))
         object.__setattr__(self, "kind", Kind(self.kind))
         present = {run.first.channel for run in self.steps.runs}
         if present != set(range(len(present))):
@@ -372,6 +394,32 @@ class Schedule:
             taken[step.channel] += 1
         return rounds
 
+    def part(self, start: int, stop: int) -> Schedule:
+        """The steps of some rounds, without channels that send nothing in them.
+
+        Args:
+          start: the first round.
+          stop: the round after the last.
+
+        Returns:
+          A schedule of the same kind and name, though it computes only a part of the collective,
+          whose channels are numbered from 0 again.
+
+        Example:
+          >>> from jax_ring.schedules import ring
+          >>> [step.op.value for step in ring(3).part(1, 3).steps]
+          ['reduce', 'copy']
+        """
+        steps = [step for steps in self.by_round()[start:stop] for _, step in steps]
+        moving = sorted({step.channel for step in steps if step.perm})
+        number = {channel: i for i, channel in enumerate(moving)}
+        kept = [
+            dataclasses.replace(step, channel=number[step.channel])
+            for step in steps
+            if step.channel in number
+        ]
+        return dataclasses.replace(self, steps=Steps(kept, self.chunks))
+
     def sent_chunks(self) -> npt.NDArray[np.int64]:
         """How many chunks each rank sends in all: int array [ranks]."""
         sent = np.zeros(self.ranks, np.int64)
@@ -441,7 +489,7 @@ def affine(column: Table, modulus: int) -> tuple[int, int] | None:
     return (a, b) if np.array_equal(expected, column) else None
 
 
-_LISTED = 16  # Ranks, at most, that a text lists one by one.
+_LISTED = 16  # Ranks, and chunks of a rank, at most, that a text lists one by one.
 
 
 def _describe(run: Run, start: int, chunks: int) -> str:
@@ -458,12 +506,21 @@ def _describe(run: Run, start: int, chunks: int) -> str:
     return f"step {span}: {route}; {move}{_chunks(step.recv, run, chunks)}"
 
 
+def _row(chunks: list[int]) -> str:
+    """The chunks of a rank: from the first to the last if they lie side by side."""
+    if len(chunks) > 2 and chunks == list(range(chunks[0], chunks[-1] + 1)):
+        return f"[{chunks[0]} to {chunks[-1]}]"
+    return _listed(list(map(str, chunks[:_LISTED])), len(chunks))
+
+
+def _listed(items: list[str], count: int) -> str:
+    return f"[{', '.join([*items, *(['...'] if count > len(items) else [])])}]"
+
+
 def _chunks(table: Table, run: Run, modulus: int) -> str:
     form = affine(table[:, 0], modulus) if table.shape[1] == 1 else None
     if form is None:
-        text = str(table[:_LISTED].tolist())
-        if len(table) > _LISTED:
-            text = f"{text[:-1]}, ...]"
+        text = _listed([_row(row) for row in table[:_LISTED].tolist()], len(table))
         return text if run.count == 1 else f"{text} + {run.advance} s"
     terms = []
     for coefficient, symbol in ((form[0], "r"), (run.advance, "s"), (form[1], "")):

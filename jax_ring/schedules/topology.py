@@ -41,18 +41,23 @@ def _is_count(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= 1
 
 
-def _is_number(value: Any) -> bool:
-    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    return is_number and math.isfinite(value)
+def is_finite(value: Any) -> bool:
+    """Whether something is a number that a float holds."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return False
+    try:
+        return math.isfinite(value)
+    except OverflowError:  # An integer of more than 308 digits.
+        return False
 
 
 _COUNT: _Check = (_is_count, "a whole number of at least 1")
 _BANDWIDTH: _Check = (
-    lambda value: _is_number(value) and value > 0,
+    lambda value: is_finite(value) and value > 0,
     "a number of bytes per second above 0, such as 45e9",
 )
 _LATENCY: _Check = (
-    lambda value: _is_number(value) and value >= 0,
+    lambda value: is_finite(value) and value >= 0,
     "a number of seconds of at least 0, such as 5e-6",
 )
 _SHAPE: _Check = (

@@ -136,4 +136,4 @@ def test_the_module_is_the_command():
     command = [sys.executable, "-W", "ignore", "-m", "jax_ring", "show", "ring", "-n", "0"]
     result = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert (result.returncode, result.stdout) == (2, "")
-    assert result.stderr == "jax-ring show: a ring needs at least one rank, got n=0\n"
+    assert result.stderr == "jax-ring show: --ranks must be at least 1, got 0\n"

@@ -57,7 +57,7 @@ def test_a_picture(suffix, tmp_path):
     [
         ("star -n 4", "no all_reduce 'star': there are ring, .*, hierarchical"),
         ("hierarchical -n 4 --kind all_gather", "no all_gather 'hierarchical': there are ring, "),
-        ("ring -n 0", "needs at least one rank, got n=0"),
+        ("ring -n 0", "--ranks must be at least 1, got 0"),
         ("ring -n 65", "cannot draw 65 ranks, at most 64"),
         ("ring -n 4 --channels 0", "channels must be at least 1, got 0"),
         ("direct -n 4 --channels 2", "--channels is for an all_reduce by ring, not for direct"),

@@ -78,6 +78,21 @@ def test_bad_units_of_bandwidths(text):
         parse_bandwidth(text)
 
 
+@pytest.mark.parametrize(
+    ("parse", "text", "what"),
+    [
+        (parse_size, "1e400", "a size"),
+        (parse_size, "1e300PB", "a size"),
+        (parse_bandwidth, "1e400GB/s", "a bandwidth"),
+        (parse_bandwidth, "1e300PB/s", "a bandwidth"),
+        (parse_seconds, "1e400us", "a time"),
+    ],
+)
+def test_what_no_float_holds(parse, text, what):
+    with pytest.raises(ValueError, match=f"{what} must be finite, got '{text}'"):
+        parse(text)
+
+
 def test_bad_bandwidths():
     with pytest.raises(ValueError, match="a bandwidth must be above 0, got '0GB/s'"):
         parse_bandwidth("0GB/s")

@@ -15,8 +15,9 @@ def test_an_all_reduce_costs_its_two_halves():
     assert cost(ring(6), 12.0, 1.0, 1.0) == sum(parts) == 30.0
 
 
+@pytest.mark.parametrize("value", [-2.0, float("inf"), float("nan")])
 @pytest.mark.parametrize("name", ["nbytes", "alpha", "beta"])
-def test_negative_arguments_are_named(name):
-    arguments = {"nbytes": 1.0, "alpha": 1.0, "beta": 1.0, name: -2.0}
-    with pytest.raises(ValueError, match=f"{name} must not be negative, got -2.0"):
+def test_bad_arguments_are_named(name, value):
+    arguments = {"nbytes": 1.0, "alpha": 1.0, "beta": 1.0, name: value}
+    with pytest.raises(ValueError, match=f"{name} must be finite and not negative, got {value}"):
         cost(ring(4), **arguments)

@@ -108,6 +108,13 @@ def test_bytes_across_groups(inner, outer):
     np.testing.assert_allclose(sent / schedule.chunks, 2 * (outer - 1) / outer / inner)
 
 
+def test_a_hierarchy_of_thousands_of_ranks():
+    """All steps of a part share one permutation, or there would be a million pairs."""
+    schedule = hierarchical(8, 128)
+    assert (schedule.ranks, schedule.rounds) == (1024, 2 * 7 + 2 * 127)
+    assert len({id(run.first.perm) for run in schedule.steps.runs}) <= 4
+
+
 def test_bad_hierarchies():
     with pytest.raises(ValueError, match="inner must be at least 1, got 0"):
         hierarchical(0, 2)

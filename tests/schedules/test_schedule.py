@@ -18,6 +18,7 @@ from jax_ring.schedules import (
     Step,
     Steps,
     compose,
+    hierarchical,
     ring,
     ring_all_gather,
     ring_reduce_scatter,
@@ -110,6 +111,45 @@ def test_empty_runs_are_refused():
     step = ring(4).steps[0]
     with pytest.raises(ScheduleError, match="count=0"):
         Steps([Run(step, 0)], 4)
+
+
+def test_steps_of_other_chunks_share_what_they_do_not_change():
+    step = ring(4).steps[0]
+    other = step.with_chunks([0, 1, 2, 3], [3, 0, 1, 2])
+    assert other == Step(step.perm, [0, 1, 2, 3], [3, 0, 1, 2], step.op)
+    assert other.perm is step.perm
+    assert not other.send.flags.writeable
+    with pytest.raises(ScheduleError, match=r"recv must have shape \[ranks, k\]"):
+        step.with_chunks([0], np.zeros((1, 1, 1), int))
+
+
+def test_runs_are_found_anew_for_other_chunks():
+    """The steps stay what they are; what is a run modulo 4 is none modulo 5."""
+    steps = Schedule(4, 5, ring(4).steps, Kind.ALL_REDUCE).steps
+    assert list(steps) == list(ring(4).steps)
+    assert (len(ring(4).steps.runs), len(steps.runs)) == (2, 6)
+
+
+def test_the_text_of_a_schedule_is_short_however_many_chunks_there_are():
+    text = str(hierarchical(4, 64, "ring", "direct"))
+    assert "send [[192 to 255], [0 to 63], [64 to 127], [128 to 191], [192 to 255]," in text
+    assert max(map(len, text.splitlines())) < 1000
+    scattered = Step(((0, 1),), [[2, 0, 1]] * 2, [[0, 1, 2]] * 2, Op.COPY)
+    assert "send [[2, 0, 1], [2, 0, 1]], copy into [[0 to 2], [0 to 2]]" in str(
+        Schedule(2, 3, [scattered], Kind.ALL_REDUCE)
+    )
+
+
+def test_parts_number_their_channels_anew():
+    nothing = Step((), [0, 0], [0, 0], Op.COPY, 0)
+    there = Step(((0, 1),), [0, 0], [0, 0], Op.REDUCE, 1)
+    back = Step(((1, 0),), [0, 0], [0, 0], Op.COPY, 0)
+    whole = Schedule(2, 1, [nothing, back, there], Kind.ALL_REDUCE)
+    assert whole.channels == 2
+    first, second = whole.part(0, 1), whole.part(1, 2)
+    assert list(first.steps) == [dataclasses.replace(there, channel=0)]
+    assert list(second.steps) == [back]
+    assert whole.part(2, 2).channels == 0
 
 
 @given(st.integers(0, 40), st.integers(0, 40), st.integers(1, 40), st.integers(1, 12))

@@ -162,6 +162,7 @@ def test_a_link_may_go_one_way_only():
         (lambda: Uniform(0, 1.0), "ranks must be a whole number of at least 1, got 0"),
         (lambda: Uniform(4, 0.0), "bandwidth must be a number of bytes per second above 0"),
         (lambda: Uniform(4, float("inf")), "bandwidth must be .*, got inf"),
+        (lambda: Uniform(4, 10**400), "bandwidth must be .*, got 1000"),
         (lambda: Uniform(4, 1.0, -1.0), "alpha must be a number of seconds of at least 0"),
         (lambda: NvlinkNodes(12), "ranks must be a multiple of node_size=8, got 12"),
         (lambda: NvlinkNodes(8, True), "node_size must be a whole number .*, got True"),
