@@ -117,12 +117,28 @@ def _parse(environment: Mapping[str, str], name: str, parse: Any, wanted: str) -
         raise ValueError(f"{name} must be {wanted}, got {environment[name]!r}") from None
 
 
-settings = Settings.from_environment()
+def _at_start() -> tuple[Settings, str]:
+    """The settings of the environment, or the defaults and what is wrong with the environment."""
+    try:
+        return Settings.from_environment(), ""
+    except ValueError as error:
+        return Settings(), str(error)
+
+
+# What is wrong is told where settings are first used: an import must not fail for it, or
+# `jax-ring doctor` could not say what to do.
+settings, environment_error = _at_start()
 _current: contextvars.ContextVar[Settings] = contextvars.ContextVar("jax_ring", default=settings)
 
 
 def current() -> Settings:
-    """The settings in force where this is called."""
+    """The settings in force where this is called.
+
+    Raises:
+      ValueError: naming a variable of the environment whose value is not allowed, and what is.
+    """
+    if environment_error:
+        raise ValueError(environment_error)
     return _current.get()
 
 
@@ -152,7 +168,7 @@ def config(**changes: Any) -> Iterator[Settings]:
       ...     settings.unroll
       4
     """
-    token = _current.set(dataclasses.replace(_current.get(), **changes))
+    token = _current.set(dataclasses.replace(current(), **changes))
     try:
         yield _current.get()
     finally:

@@ -25,7 +25,7 @@ from jax_ring import _compat, choose, distributed, hosts, native
 from jax_ring.bench.measure import AXIS, Bench, Case, Rounds
 from jax_ring.bench.operands import Operands
 from jax_ring.bench.surroundings import ALLOCATOR, load, versions
-from jax_ring.config import current, settings
+from jax_ring.config import current, environment_error, settings
 from jax_ring.launch import MALLOC_TUNING
 from jax_ring.schedules import Kind
 from jax_ring.schedules.families import names
@@ -143,7 +143,7 @@ def diagnose(
     facts["native"] = _native(advice)
     facts["cuda"] = _cuda()
     progress("devices")
-    facts["settings"] = _settings()
+    facts["settings"] = _settings(advice)
     facts["processes"] = _processes(advice)
     checks: tuple[Check, ...] = ()
     try:
@@ -154,10 +154,11 @@ def diagnose(
     else:
         facts["devices"] = _devices(found, facts["cuda"], facts["native"], advice)
         facts["topology"] = _topology(found, advice)
-        facts["tuning"] = _tuning(found, advice)
         progress("allocator")
         facts["allocator"] = _allocator(found, advice)
-        checks = tuple(self_test(found, progress))
+        if not environment_error:
+            facts["tuning"] = _tuning(found, advice)
+            checks = tuple(self_test(found, progress))
         advice += _of_checks(checks)
     advice.sort(key=lambda one: not one.problem)
     return Diagnosis(facts, checks, tuple(advice))
@@ -205,7 +206,7 @@ def _native(advice: list[Advice]) -> dict[str, Any]:
     ]
     return {
         "available": status.available,
-        "handlers for": sorted(native.platforms()),
+        "handlers for": [] if environment_error else sorted(native.platforms()),
         "reason": status.reason or None,
         "FFI API of the module": dots[0],
         "FFI API of jaxlib": dots[1],
@@ -231,7 +232,7 @@ def _cuda() -> dict[str, Any]:
     return {"driver": driver, "GPUs": gpus, "packages": packages}
 
 
-def _settings() -> dict[str, Any]:
+def _settings(advice: list[Advice]) -> dict[str, Any]:
     wanted = ("XLA_FLAGS", "JAX_PLATFORMS", "CUDA_VISIBLE_DEVICES")
     prefixes = ("JAX_RING_", "NCCL_", "SLURM_", "OMPI_COMM_WORLD_", "PMI_")
     variables = {
@@ -239,6 +240,9 @@ def _settings() -> dict[str, Any]:
         for name, value in sorted(os.environ.items())
         if name in wanted or name.startswith(prefixes)
     }
+    if environment_error:
+        advice.append(Advice(True, environment_error, "set it right, or unset it"))
+        return {"error": environment_error, "environment": variables}
     return {**dataclasses.asdict(current()), "environment": variables}
 
 
@@ -340,7 +344,7 @@ def _topology(mesh: Mesh, advice: list[Advice]) -> dict[str, Any]:
 def _tuning(mesh: Mesh, advice: list[Advice]) -> dict[str, Any]:
     """The prices that "auto" reckons with, and where they are from."""
     path = current().tuning
-    links = choose.LINKS if path is None else choose.load_tuning(path)
+    links = choose.links_in(path)
     inner, outer = choose.links_of(mesh.devices.flat[0].platform, jax.process_count())
     in_force = {name: dataclasses.asdict(links[name]) for name in dict.fromkeys((inner, outer))}
     if all(links[name] == choose.LINKS[name] for name in in_force) and mesh.size > 1:

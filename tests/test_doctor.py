@@ -144,6 +144,18 @@ def test_a_missing_native_module_is_noted(quick, monkeypatch):
     assert found.healthy
 
 
+def test_a_wrong_variable_is_a_problem_and_nothing_is_run(quick, monkeypatch):
+    wrong = "unroll (JAX_RING_UNROLL) must be an integer of at least 1, got 0"
+    monkeypatch.setattr(doctor, "environment_error", wrong)
+    monkeypatch.setattr(sys.modules[config.__module__], "environment_error", wrong)
+    found = diagnose(lambda: ranks(2))
+    assert not found.healthy
+    assert found.advice[0].what == found.facts["settings"]["error"] == wrong
+    assert found.checks == ()
+    with pytest.raises(ValueError, match="JAX_RING_UNROLL"), config(unroll=1):
+        pass
+
+
 def test_launchers_that_contradict_each_other_are_a_problem(quick, monkeypatch):
     monkeypatch.setenv("PMI_SIZE", "4")
     found = diagnose(lambda: ranks(2))
