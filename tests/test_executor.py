@@ -515,7 +515,9 @@ def chain(chunks):
     return Schedule(3, chunks, steps, Kind.ALL_REDUCE, "chain")
 
 
-@pytest.mark.parametrize(("chunks", "unroll"), [(6, 1), (6, 32), (40, 32)])
+@pytest.mark.parametrize(
+    ("chunks", "unroll"), [(6, 1), (6, 32), pytest.param(40, 32, marks=pytest.mark.slow)]
+)
 @pytest.mark.parametrize("dtype", [np.int32, ml_dtypes.bfloat16])
 def test_channels_that_pass_on_what_others_made_are_not_looped(chunks, unroll, dtype):
     schedule = chain(chunks)
