@@ -114,7 +114,8 @@ class Operands:
         random = np.random.default_rng(rank)
         product = self.op == "prod" and self.kind is not Kind.ALL_GATHER
         if product:
-            values = random.choice([1.0, 2.0, -1.0] if self._signed else [1.0, 2.0], PERIOD)
+            factors = np.array([1.0, 2.0, -1.0] if self._signed else [1.0, 2.0])
+            values = factors[random.integers(len(factors), size=PERIOD)]
         else:
             low = -self._largest if self._signed else 0
             values = random.integers(low, self._largest + 1, PERIOD).astype(np.float64)
