@@ -75,7 +75,7 @@ $(VENV)/.installed-aot: $(VENV)/.python $(BUILT_FROM)
 	$(PIP) install --quiet 'jax[cuda13]' libtpu '$(JAX_REQUIREMENT)'
 	export CUDACXX=$$(command -v nvcc || echo $(abspath $(VENV))/lib/python3*/site-packages/nvidia/cu13/bin/nvcc) && \
 	  JAX_RING_CUDA=1 SKBUILD_CMAKE_DEFINE=JAX_RING_CUDA_ARCHITECTURES=90-real \
-	  $(PIP) install --quiet --editable '.[test]' '$(JAX_REQUIREMENT)'
+	  $(PIP) install --quiet --editable '.[examples,test]' '$(JAX_REQUIREMENT)'
 	@touch $@
 
 $(VENV)/.python: $(VENV)/.wanted

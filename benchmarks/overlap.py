@@ -2,9 +2,9 @@ r"""Which bytes of a bucketed train step travel beside matrix products, in progr
 
     make test-aot VENV=.venv-aot && .venv-aot/bin/python benchmarks/overlap.py
 
-Compiles the step of a transformer for GPUs that are not there and reads its schedule. A permute
-overlaps if a matrix product is scheduled between its start and its end; all others are exposed: the
-step waits for them. No time is measured.
+Compiles a step of the example's transformer, made larger, for GPUs that are not there, and reads
+its schedule. A permute overlaps if a matrix product is scheduled between its start and its end; all
+others are exposed: the step waits for them. No time is measured.
 """
 
 from __future__ import annotations
@@ -16,25 +16,31 @@ import os
 import pathlib
 import re
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 if __name__ == "__main__":
     os.environ["JAX_PLATFORMS"] = "cpu"
-    sys.path.append(str(pathlib.Path(__file__).parents[1] / "tests"))
+    sys.path += [str(pathlib.Path(__file__).parents[1] / part) for part in ("tests", "examples")]
 
 import jax
 import jax.numpy as jnp
 import rich.console
 import rich.table
 from aot.scheduled import Instruction, Scheduled
+from flax import nnx
 from harness import sharded
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
+from language_model.config import Config
+from language_model.model import Transformer, bits_per_byte
 
 from jax_ring.gradients import plan_buckets, sync_gradients
 
-LAYERS, WIDTH, HEADS, TIME, BATCH = 6, 1024, 16, 1024, 8  # The batch is each device's.
-LAYER_BYTES = 12 * WIDTH**2 * 2  # bfloat16
+CONFIG = Config(width=1024, layers=6, heads=16, window=1024, batch=64)
+LAYERS = CONFIG.layers
+LAYER_BYTES = (12 * CONFIG.width + 2) * CONFIG.width * 2  # bfloat16
+ENDS_BYTES = (256 + 1) * CONFIG.width * 2  # The embedding and the last norm.
 LATENCY_HIDING = "xla_gpu_enable_latency_hiding_scheduler"
 # Whether latency hiding is on, the layers of a bucket, and how they are reduced.
 CASES: tuple[tuple[bool, float, dict[str, Any]], ...] = (
@@ -49,23 +55,23 @@ CASES: tuple[tuple[bool, float, dict[str, Any]], ...] = (
 )
 
 
-def layer(weights: dict[str, jax.Array], x: jax.Array) -> jax.Array:
-    """Attention and a perceptron, each added to what came in."""
-    q, k, v = jnp.split((x @ weights["qkv"]).reshape(BATCH, TIME, 3 * HEADS, -1), 3, axis=2)
-    x = x + jax.nn.dot_product_attention(q, k, v, is_causal=True).reshape(x.shape) @ weights["out"]
-    return x + jax.nn.gelu(x @ weights["up"]) @ weights["down"]
+def order(paths: Sequence[str]) -> list[int]:
+    """The last layer first; the embedding, which begins the model and ends it, comes last."""
+    ends = [i for i, path in enumerate(paths) if "blocks" not in path]
+    return [i for i in reversed(range(len(paths))) if i not in ends] + ends
 
 
-def loss(params: list[dict[str, jax.Array]], x: jax.Array) -> jax.Array:
-    """How far the layers move what they are given."""
-    y = functools.reduce(lambda y, weights: layer(weights, y), params, x)
-    return ((y - x).astype(jnp.float32) ** 2).mean()
+def parameters() -> tuple[nnx.GraphDef[Transformer], Any]:
+    """The model's structure, and the shapes of its parameters, in bfloat16."""
+    graph, params = nnx.split(nnx.eval_shape(lambda: Transformer(CONFIG, rngs=nnx.Rngs(0))))
+    return graph, jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.shape, jnp.bfloat16), params)
 
 
-def step(params: Any, x: jax.Array, how: dict[str, Any]) -> Any:
+def step(graph: Any, params: Any, windows: jax.Array, how: dict[str, Any]) -> Any:
     """Gradients, their mean in buckets, and a step of plain gradient descent."""
     local = jax.tree.map(lambda p: jax.lax.pcast(p, "data", to="varying"), params)
-    grads = sync_gradients(jax.grad(loss)(local, x), "data", **how)
+    grads = jax.grad(functools.partial(bits_per_byte, graph))(local, windows)
+    grads = sync_gradients(grads, "data", order=order, **how)
     return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads)
 
 
@@ -92,18 +98,18 @@ def is_product(instruction: Instruction) -> bool:
 
 def read(mesh: Mesh, options: dict[str, Any], **how: Any) -> Overlap:
     """Compiles the step with XLA's options and reads what its permutes overlap with."""
-    shapes = {"qkv": (1, 3), "out": (1, 1), "up": (1, 4), "down": (4, 1)}  # in widths
-    weights = {
-        name: sharded(mesh, P(), (rows * WIDTH, columns * WIDTH), jnp.bfloat16)
-        for name, (rows, columns) in shapes.items()
-    }
-    params = [weights] * LAYERS
-    x = sharded(mesh, P("data"), (mesh.size * BATCH, TIME, WIDTH), jnp.bfloat16)
-    body = functools.partial(step, how=how)
-    f = jax.shard_map(body, mesh=mesh, in_specs=(P(), P("data")), out_specs=P())
-    compiled = jax.jit(f, donate_argnums=0).lower(params, x).compile(compiler_options=options)
+    graph, shapes = parameters()
+    params = jax.tree.map(lambda p: sharded(mesh, P(), p.shape, p.dtype), shapes)
+    windows = sharded(mesh, P("data"), (CONFIG.batch, CONFIG.window + 1), jnp.uint8)
+    f = jax.shard_map(
+        lambda params, windows: step(graph, params, windows, how),
+        mesh=mesh,
+        in_specs=(P(), P("data")),
+        out_specs=P(),
+    )
+    compiled = jax.jit(f, donate_argnums=0).lower(params, windows).compile(compiler_options=options)
     hlo = Scheduled(compiled.as_text(), compiled.memory_analysis())
-    count = len(plan_buckets(params, how["bucket_bytes"]).buckets)
+    count = len(plan_buckets(params, how["bucket_bytes"], order=order).buckets)
     beside, exposed = collections.Counter[int](), collections.Counter[int]()
     for (bucket, nbytes), during in zip(_sent(hlo), hlo.during_permutes, strict=True):
         (beside if any(map(is_product, during)) else exposed)[bucket] += nbytes
@@ -134,14 +140,14 @@ def main() -> None:
         "latency hiding", "algorithm", "in order", "buckets", "overlapped", "sent", "exposed"
     )
     for hiding, layers, how in CASES:
-        nbytes = int(layers * LAYER_BYTES)
+        nbytes = int(layers * LAYER_BYTES) + ENDS_BYTES
         found = read(mesh, {LATENCY_HIDING: hiding}, bucket_bytes=nbytes, **how)
         sent, exposed = sum(found.beside + found.exposed), sum(found.exposed)
         table.add_row(
             "on" if hiding else "off",
             how["algorithm"],
             "yes" if how.get("in_order") else "no",
-            f"{len(found.beside)} of {nbytes / 2**20:g} MiB",
+            f"{len(found.beside)} of {nbytes / 2**20:.1f} MiB",
             str(sum(map(bool, found.beside))),
             f"{sent / 2**20:.0f} MiB",
             f"{exposed / 2**20:.0f} MiB ({exposed / sent:.0%})",

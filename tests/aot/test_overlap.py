@@ -1,32 +1,44 @@
-"""The step of a transformer for 8 x H200: what its buckets' permutes are scheduled beside."""
+"""A step of the example's transformer for 8 x H200: what its permutes are scheduled beside."""
 
 import pytest
-from overlap import LATENCY_HIDING, LAYER_BYTES, LAYERS, read
+
+pytest.importorskip("flax")
+from overlap import ENDS_BYTES, LATENCY_HIDING, LAYER_BYTES, LAYERS, order, parameters, read
+
+from jax_ring.gradients import plan_buckets
 
 pytestmark = pytest.mark.aot
 
-SENT = LAYERS * LAYER_BYTES * 14 // 8  # 2(N-1)/N of all gradients
-
 
 def overlap(mesh, layers, hiding=True, **how):
-    options = {LATENCY_HIDING: hiding}
-    found = read(mesh, options, bucket_bytes=layers * LAYER_BYTES, **how)
-    assert sum(found.beside) + sum(found.exposed) == SENT
+    limit = layers * LAYER_BYTES + ENDS_BYTES
+    found = read(mesh, {LATENCY_HIDING: hiding}, bucket_bytes=limit, **how)
+    buckets = plan_buckets(parameters()[1], limit, order=order).buckets
+    assert len(buckets) == len(found.beside) == LAYERS // layers
+    chunks = [-(-bucket.nbytes // 2 // 8) * 2 for bucket in buckets]  # bfloat16, 8 ranks
+    assert sum(found.beside) + sum(found.exposed) == 14 * sum(chunks)
     return found
 
 
 def test_all_buckets_but_the_last_travel_beside_matrix_products(one_host):
+    *before, last = overlap(one_host, 1, algorithm="ring", in_order=True).beside
+    assert all(before)
+    assert last == 0
+
+
+def test_not_in_order_each_has_at_least_one_product(one_host):
     found = overlap(one_host, 1, algorithm="ring")
-    assert sum(nbytes > 0 for nbytes in found.beside) == LAYERS - 1, found
+    # XLA combines permutes of two buckets here and there: which one has none is not the question.
+    assert sum(nbytes > 0 for nbytes in found.beside) >= LAYERS - 1
 
 
 def test_without_latency_hiding_all_is_exposed(one_host):
     found = overlap(one_host, 1, hiding=False, algorithm="ring")
-    assert not any(found.beside), found
+    assert not any(found.beside)
 
 
 def test_in_order_nothing_but_the_last_bucket_is_exposed(one_host):
     how = {"algorithm": "halving_doubling"}
     *before, last = overlap(one_host, 2, in_order=True, **how).exposed
-    assert (before, last) == ([0, 0], SENT // 3)
+    assert not any(before)
     assert sum(overlap(one_host, 2, **how).exposed) > last
