@@ -23,6 +23,7 @@ PYTEST := $(BIN)/pytest --import-mode=importlib $(PYTEST_ARGS)
 BUILT_FROM := pyproject.toml CMakeLists.txt $(wildcard cc/*.* cmake/*)
 # What an environment was made with; a change makes it anew or installs again.
 WANTED := $(PYTHON) | $(JAX_REQUIREMENT) | JAX_RING_NATIVE=$(JAX_RING_NATIVE) JAX_RING_CUDA=$(JAX_RING_CUDA)
+SLOW := slow and not aot and not multiprocess and not netlab and not gpu
 FAST := not slow and not aot and not multiprocess and not netlab and not gpu
 
 .DEFAULT_GOAL := help
@@ -40,7 +41,8 @@ test-fast: $(VENV)/.installed-test ## the fast tests and the doctests
 	$(PYTEST) -n $(WORKERS) --doctest-modules -m "$(FAST)" jax_ring tests
 
 test-slow: $(VENV)/.installed-test ## the tests that test-fast leaves out
-	$(PYTEST) -m "(slow or multiprocess or netlab) and not aot and not gpu" tests
+	$(PYTEST) -n $(WORKERS) -m "$(SLOW)" tests
+	$(PYTEST) -m "(multiprocess or netlab) and not aot and not gpu" tests
 
 test-aot: $(VENV)/.installed-aot ## compile for 8 and 2 x 8 H200 and for 8 TPU v5e, and read the programs
 	$(PYTEST) -m aot tests/aot
