@@ -1,6 +1,6 @@
 // The reduction of wire int8 with float32 data and blocks of the default size, by hand for AVX-512:
-// half of the instructions of chunk_reduce_avx2.h. Included by chunk_reduce_cpu.inc where the target
-// has AVX-512 F, BW, DQ and VL.
+// half of the instructions of chunk_reduce_avx2.h. Included by chunk_reduce_cpu.inc where the
+// target has AVX-512 F, BW, DQ and VL.
 #ifndef JAX_RING_CHUNK_REDUCE_AVX512_H_
 #define JAX_RING_CHUNK_REDUCE_AVX512_H_
 

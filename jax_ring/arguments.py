@@ -37,6 +37,7 @@ AlgorithmByLevel = Algorithm | Mapping[Any, Algorithm]
 WireByLevel = Wire | Mapping[Any, Wire]
 
 _REDUCTIONS = {"sum": SUM, "mean": SUM, "max": MAX, "min": MIN, "prod": PROD}
+OP_NAMES = tuple(_REDUCTIONS)
 _KINDS = ("floating", "complexfloating", "signedinteger", "unsignedinteger", "bool_")
 
 

@@ -14,6 +14,7 @@ import json
 import math
 import os
 import pathlib
+import stat
 import tempfile
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -419,12 +420,16 @@ def save_tuning(path: str | os.PathLike[str], links: Mapping[str, Link]) -> None
         "links": {name: dataclasses.asdict(link) for name, link in links.items()},
     }
     target = pathlib.Path(path)
+    if not target.absolute().parent.is_dir():
+        raise FileNotFoundError(f"{target}: there is no folder {target.parent}")
     with tempfile.NamedTemporaryFile("w", dir=target.parent, suffix=".tmp", delete=False) as file:
         try:
             json.dump(content, file, indent=1)
             file.write("\n")
             file.flush()
             os.fsync(file.fileno())
+            # Not only for whom it was made by: it is read on all hosts.
+            os.chmod(file.name, stat.S_IMODE(target.stat().st_mode) if target.exists() else 0o644)
             os.replace(file.name, target)
         except BaseException:
             os.unlink(file.name)

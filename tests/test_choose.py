@@ -329,6 +329,16 @@ def test_unknown_links_are_not_written(tmp_path):
         save_tuning(tmp_path / "tuning.json", {"lan": NETWORK})
 
 
+def test_a_file_can_be_read_by_others_as_before(tmp_path):
+    path = tmp_path / "tuning.json"
+    for mode in (0o644, 0o664):
+        save_tuning(path, {"cpu": NETWORK})
+        assert path.stat().st_mode & 0o777 == mode
+        path.chmod(0o664)
+    with pytest.raises(FileNotFoundError, match="tuning.json: there is no folder .*nowhere"):
+        save_tuning(tmp_path / "nowhere" / "tuning.json", {"cpu": NETWORK})
+
+
 @pytest.mark.parametrize(
     ("field", "value", "message"),
     [

@@ -12,6 +12,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jax_ring.arguments import OP_NAMES
+
 BUCKET_BYTES = 25 * 2**20
 
 # Puts the leaves, given by their paths, in the order in which their gradients become ready.
@@ -108,7 +110,8 @@ def plan_buckets(
       tree: arrays, or anything with a shape and a dtype. None is no leaf.
       bucket_bytes: how large a bucket may become, at least 1.
       order: puts the paths of the leaves in the order in which their gradients become ready.
-      op: what the leaves are reduced by, or a tree of that like the tree or its upper part.
+      op: the name of what the leaves are reduced by, or a tree of names like the tree or its upper
+        part, of the same types of nodes.
 
     Returns:
       The plan; the same for trees of the same structure, shapes and dtypes, and the same op.
@@ -169,15 +172,19 @@ def plan_buckets(
 
 def _for_each_leaf(op: Any, tree: Any) -> list[Any]:
     """The operations of the leaves, from one or a tree of them."""
+    wanted = f"op must be one of {list(OP_NAMES)}, or a tree of these like the leaves' or its upper"
     if op is None or jax.tree_util.all_leaves([op]):
-        return [op] * len(jax.tree.leaves(tree))
-    try:
-        return list(jax.tree.leaves(jax.tree.broadcast(op, tree)))
-    except ValueError as error:
-        raise ValueError(
-            f"op must be one operation or a tree of them like {jax.tree.structure(tree)}, or like "
-            f"its upper part, got {op!r}: {error}"
-        ) from None
+        ops = [op] * len(jax.tree.leaves(tree))
+    else:
+        try:
+            ops = list(jax.tree.leaves(jax.tree.broadcast(op, tree)))
+        except ValueError:
+            given, structure = jax.tree.structure(op), jax.tree.structure(tree)
+            raise ValueError(f"{wanted} part, {structure}; got {given}: {op!r}") from None
+    for one in ops:
+        if one is not None and one not in OP_NAMES:
+            raise ValueError(f"{wanted} part, got {one!r}")
+    return ops
 
 
 def _type(path: str, value: Any) -> tuple[tuple[int, ...], np.dtype[Any]]:

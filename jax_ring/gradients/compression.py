@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -79,30 +80,40 @@ def zeros_of_rank(leaf: Any, axis_name: AxisName) -> Array:
     return primitives.cast_varying(jnp.zeros(jnp.shape(leaf), jnp.float32), names_of(axis_name))
 
 
-def errors_of(api: str, state: CompressionState, grads: Any, axis_name: AxisName) -> list[Any]:
+def errors_of(
+    api: str,
+    state: CompressionState,
+    grads: Any,
+    init: Callable[[Any], CompressionState],
+    axis_name: AxisName,
+) -> list[Any]:
     """The errors of the leaves, in their order; None for those that are exact.
 
     Raises:
-      ValueError: if they do not belong to these gradients.
+      ValueError: if the state is not as `init` makes it of these gradients.
     """
-    tree: Any = jax.tree.structure(grads)
-    try:
-        errors = tree.flatten_up_to(state.error)
-    except ValueError as problem:
-        raise ValueError(
-            f"jax_ring.{api}: state must be what init made of parameters like grads, {tree}: "
-            f"{problem}"
-        ) from None
-    flat = jax.tree_util.tree_flatten_with_path(grads)[0]
-    for (path, leaf), error in zip(flat, errors, strict=True):
-        if error is not None and jnp.shape(error) != jnp.shape(leaf):
-            raise ValueError(
-                f"jax_ring.{api}: leaf {jax.tree_util.keystr(path)} of grads has shape "
-                f"{jnp.shape(leaf)}, but its error in state has {jnp.shape(error)}: make the state "
-                "in jax.shard_map, and let it out and in by jax_ring.gradients.state_specs"
-            )
+    wanted = jax.eval_shape(init, grads)
+    for name in ("error", "basis"):
+        have, want = _shapes(getattr(state, name)), _shapes(getattr(wanted, name))
+        for path in [*want, *have]:
+            if have.get(path, "nothing") != want.get(path, "nothing"):
+                raise ValueError(
+                    f"jax_ring.{api}: state.{name}{path} must have the shape "
+                    f"{want.get(path, 'nothing')}, as init makes it of these gradients, got "
+                    f"{have.get(path, 'nothing')}: it is of other parameters or settings, or came "
+                    "into jax.shard_map in another way than by jax_ring.gradients.state_specs"
+                )
     axes = names_of(axis_name)
+    errors = jax.tree.structure(grads).flatten_up_to(state.error)  # type: ignore[attr-defined]
     return [None if e is None else primitives.cast_varying(e, axes) for e in errors]
+
+
+def _shapes(tree: Any) -> dict[str, Any]:
+    """The shapes of the leaves by their paths; None for None."""
+    flat = jax.tree_util.tree_flatten_with_path(tree, is_leaf=lambda leaf: leaf is None)[0]
+    return {
+        jax.tree_util.keystr(path): None if leaf is None else jnp.shape(leaf) for path, leaf in flat
+    }
 
 
 def rounded(wide: Array, lost: Array, dtype: Any) -> tuple[Array, Array]:

@@ -134,7 +134,7 @@ def one_bit(
         del params
         check_local("one_bit", grads, axis_name)
         leaves, tree = jax.tree.flatten(grads)
-        errors = errors_of("one_bit", state, grads, axis_name)
+        errors = errors_of("one_bit", state, grads, init, axis_name)
         if warmup_steps:
             result, errors = lax.cond(
                 state.step < warmup_steps,

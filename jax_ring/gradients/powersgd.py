@@ -118,7 +118,7 @@ def powersgd(
         leaves = jax.tree.leaves(grads)
         tree: Any = jax.tree.structure(grads)
         memory = Memory(
-            errors_of("powersgd", state, grads, axis_name), tree.flatten_up_to(state.basis)
+            errors_of("powersgd", state, grads, init, axis_name), tree.flatten_up_to(state.basis)
         )
 
         def exact() -> tuple[list[Any], Memory]:

@@ -50,7 +50,7 @@ def scatter_gradients(
       like: the parameters' shards, if the gradients shall be cut as they are; by default as
         `shard_params` cuts them.
       bucket_bytes: as `sync_gradients`.
-      op: as `sync_gradients`.
+      op: as `jax_ring.reduce_scatter`, for all leaves.
       algorithm: as `jax_ring.psum_scatter`, for every bucket.
       wire: as `jax_ring.psum`.
       reduce_dtype: as `jax_ring.psum`.

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jax_ring import _compat, layout, primitives
-from jax_ring.arguments import Algorithm, AxisName, Op, Wire, names_of
+from jax_ring.arguments import Algorithm, AxisName, Wire, names_of
 from jax_ring.collectives import all_reduce
 from jax_ring.gradients.buckets import (
     BUCKET_BYTES,
@@ -35,7 +35,7 @@ def sync_gradients(
     axis_name: AxisName,
     *,
     bucket_bytes: int = BUCKET_BYTES,
-    op: Op | Mapping[Any, Any] | Sequence[Any] = "mean",
+    op: str | Mapping[Any, Any] | Sequence[Any] = "mean",
     algorithm: Algorithm = "auto",
     wire: Wire = None,
     reduce_dtype: Any = None,
@@ -61,9 +61,9 @@ def sync_gradients(
         types are checked (`check_vma=True`), all must vary over `axis_name`.
       axis_name: as `jax_ring.psum`.
       bucket_bytes: how large a bucket may become; one leaf may be larger.
-      op: "mean", "sum", "max", "min" or "prod"; or a tree of these, like grads or its upper part,
-        as in `op={"grads": "mean", "amax": "max"}`. Leaves of different ones are in different
-        buckets.
+      op: "mean", "sum", "max", "min" or "prod"; or a tree of these, like grads or its upper part
+        and of the same types of nodes, as in `op={"grads": "mean", "amax": "max"}`. Leaves of
+        different ones are in different buckets.
       algorithm: as `jax_ring.psum`, for every bucket.
       wire: as `jax_ring.psum`.
       reduce_dtype: as `jax_ring.psum`.

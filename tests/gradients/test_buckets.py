@@ -87,5 +87,15 @@ def test_one_operation_to_a_bucket():
 
 @pytest.mark.parametrize("op", [{"a": "sum"}, ["sum"] * 4, {"a": {"more": "sum"}, "b": 1}])
 def test_operations_of_another_structure(op):
-    with pytest.raises(ValueError, match="op must be one operation or a tree of them like .*'a'"):
+    with pytest.raises(
+        ValueError, match="op must be one of .*'prod'.*, or a tree of these like .*'a'"
+    ):
+        plan_buckets(TREE, op=op)
+
+
+@pytest.mark.parametrize(
+    "op", ["avg", jnp.maximum, {"a": "sum", "b": jnp.add, "c": "sum", "d": "max"}]
+)
+def test_operations_that_have_no_name(op):
+    with pytest.raises(ValueError, match="op must be one of .*'prod'.*, got "):
         plan_buckets(TREE, op=op)

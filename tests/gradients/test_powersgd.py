@@ -9,7 +9,7 @@ import pytest
 from harness import compiled, integers, mesh, over_steps, same_bits, sharded
 from jax.sharding import PartitionSpec as P
 
-from jax_ring.gradients import powersgd, state_specs, sync_gradients
+from jax_ring.gradients import one_bit, powersgd, state_specs, sync_gradients
 
 N = 4
 
@@ -177,10 +177,29 @@ def test_errors():
     compress, grads = powersgd("x", 1), np.ones((N, 8, 6), np.float32)
     state = compress.init(np.ones((6, 8)))
     update = jax.vmap(functools.partial(compress.update, state=state), axis_name="x")
-    with pytest.raises(ValueError, match=r"has shape \(8, 6\), but its error .* has \(6, 8\)"):
+    with pytest.raises(
+        ValueError, match=r"state.error must have the shape \(8, 6\), .*, got \(6, 8"
+    ):
         update(grads)
-    with pytest.raises(ValueError, match="state must be what init made of parameters like grads"):
+    with pytest.raises(
+        ValueError, match=r"state.error\['w'\] must have .* \(8, 6\), .*, got nothing"
+    ):
         update({"w": grads})
+
+
+def test_a_state_of_other_settings_is_refused():
+    grads = np.ones((N, 8, 6), np.float32)
+    for state, message in (
+        (powersgd("x", 2, min_compression=1).init(grads[0]), r"basis .*\(6, 1\), .*, got \(6, 2\)"),
+        (one_bit("x", 0).init(grads[0]), r"error .*\(8, 6\), .*, got None"),
+    ):
+        update = jax.vmap(functools.partial(powersgd("x", 1).update, state=state), axis_name="x")
+        with pytest.raises(ValueError, match=message):
+            update(grads)
+    state = powersgd("x", 1).init(grads[0])
+    update = functools.partial(one_bit("x", 0, exact_below=1).update, state=state)
+    with pytest.raises(ValueError, match=r"basis must have the shape None, .*, got \(6, 1\)"):
+        jax.vmap(update, axis_name="x")(grads)
 
 
 @pytest.mark.slow
