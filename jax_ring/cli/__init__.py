@@ -50,6 +50,7 @@ def _jax_ring(
       1    a result is wrong, a self-test or a device failed
       2    a mistake in the command line or in the environment
       130  interrupted
+      141  nobody reads the output any more
       run has that of the first process that failed
     """  # noqa: D301  (\b keeps the lines apart in the help.)
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import sys
 from collections.abc import Callable, Iterator
 from typing import TypeVar
 
@@ -13,6 +15,7 @@ import typer
 FAILED = 1  # A result is wrong, or the devices failed.
 MISTAKEN = 2
 INTERRUPTED = 130
+BROKEN_PIPE = 141
 
 T = TypeVar("T")
 
@@ -21,10 +24,14 @@ T = TypeVar("T")
 def mistakes_of_the_user(command: str) -> Iterator[None]:
     """Tells an error in one line on stderr, without a traceback, and exits with status 2.
 
-    With status 1 if the devices fail, for example without enough memory.
+    With status 1 if the devices fail, for example without enough memory, and without a word if
+    nobody reads what it writes any more.
     """
     try:
         yield
+    except BrokenPipeError:  # Who read it has seen enough, as head has.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise typer.Exit(BROKEN_PIPE) from None
     except (ValueError, ImportError, OSError, jax.errors.JaxRuntimeError) as error:
         typer.echo(f"jax-ring {command}: {' '.join(str(error).split())}", err=True)
         failed = isinstance(error, jax.errors.JaxRuntimeError)

@@ -137,3 +137,13 @@ def test_the_module_is_the_command():
     result = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert (result.returncode, result.stdout) == (2, "")
     assert result.stderr == "jax-ring show: --ranks must be at least 1, got 0\n"
+
+
+@pytest.mark.slow
+def test_a_reader_that_has_seen_enough_is_no_error():
+    command = [sys.executable, "-W", "ignore", "-m", "jax_ring", "show", "ring", "-n", "4"]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with subprocess.Popen(command, text=True, **pipes) as started:
+        started.stdout.close()
+        assert started.stderr.read() == ""
+        assert started.wait(60) == 141
