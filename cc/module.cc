@@ -7,6 +7,7 @@
 #include "xla/ffi/api/ffi.h"
 
 XLA_FFI_DECLARE_HANDLER_SYMBOL(JaxRingCopy);
+XLA_FFI_DECLARE_HANDLER_SYMBOL(JaxRingRoom);
 XLA_FFI_DECLARE_HANDLER_SYMBOL(JaxRingChunkEncode);
 XLA_FFI_DECLARE_HANDLER_SYMBOL(JaxRingChunkReduce);
 XLA_FFI_DECLARE_HANDLER_SYMBOL(JaxRingChunkDecode);
@@ -25,6 +26,7 @@ nb::capsule Capsule(Handler* handler) {
 nb::dict Registrations() {
   nb::dict handlers;
   handlers["jax_ring_copy"] = Capsule(JaxRingCopy);
+  handlers["jax_ring_room"] = Capsule(JaxRingRoom);
   handlers["jax_ring_chunk_encode"] = Capsule(JaxRingChunkEncode);
   handlers["jax_ring_chunk_reduce"] = Capsule(JaxRingChunkReduce);
   handlers["jax_ring_chunk_decode"] = Capsule(JaxRingChunkDecode);

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from jax_ring import room
 from jax_ring.chunk_reduce import Codec, rounded, scaled
 from jax_ring.plan import Origin, Plan, Segment, Source, own_chunks, plan
 from jax_ring.schedules import Op, Schedule
@@ -196,6 +197,8 @@ class _Execution:
         self.index = comm.index()
         # What the step before in each channel sent, for a step that sends it again.
         self.sent: Hands = {}
+        # Whether what is stored next may go into new memory.
+        self.renews = self.plan.renews
 
     # What subclasses say: how chunks are sent, reduced and stored. What a channel has in hand, for
     # a step to send or to add to, is theirs to define.
@@ -320,6 +323,8 @@ class _Execution:
         channels = [segment.first.channel for segment, _ in storing]
         tied = [(hands[channel], self.sent[channel]) for channel in channels]
         buffer, tied = lax.optimization_barrier((buffer, tied))
+        if self.renews:
+            buffer, self.renews = room.in_place_of(buffer, (tied, hands)), False
         for (segment, t), channel, (held, sent) in zip(storing, channels, tied, strict=True):
             hands[channel], self.sent[channel] = held, sent
             buffer = self.kept(segment, t, buffer, held)
@@ -369,6 +374,9 @@ class _Execution:
             }
 
         if any(segment.traits.store for segment, _ in active):
+            if self.renews and not any(_loads(segment) for segment, _ in active):
+                buffer = room.in_place_of(buffer, (hands, start))
+            self.renews = False
             carry = (buffer, start)
             buffer, held = lax.fori_loop(0, count, lambda t, carry: iterate(t, *carry), carry)
         else:
@@ -396,6 +404,12 @@ def _alone(segment: Segment) -> bool:
     channel, rest = segment.first.channel, segment.rest
     forwards = rest.source is Source.LOAD or rest.channel == channel
     return forwards and segment.traits.adds_to is None
+
+
+def _loads(segment: Segment) -> bool:
+    """Whether its steps read the buffer."""
+    sums = segment.first.op is Op.REDUCE and segment.traits.adds_to is None
+    return sums or Source.LOAD in (segment.traits.origin.source, segment.rest.source)
 
 
 def _spans(plan: Plan) -> Iterator[tuple[int, Active]]:

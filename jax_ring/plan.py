@@ -100,6 +100,8 @@ class Plan:
       in_turn: whether the channels of a round must store what they receive one after the other.
       partials_travel: whether any partial sum is ever sent.
       redundant: whether some sum is completed by more than one rank.
+      renews: whether, once a step has stored, nothing but what steps stored is read from the
+        buffer, and at the end all of it is: it may be new memory from there on.
       reencodes: whether a finished chunk is copied by a rank that holds only its value, and not
         the message that all others read it from.
     """
@@ -110,6 +112,7 @@ class Plan:
     in_turn: bool
     partials_travel: bool
     redundant: bool
+    renews: bool
     reencodes: bool
 
     @property
@@ -151,6 +154,7 @@ def plan(schedule: Schedule) -> Plan:
             not raw[i] for i, step in enumerate(steps) if step.op is Op.REDUCE or not complete[i]
         ),
         redundant=sums.redundant,
+        renews=_renews(schedule, rounds, hands, stores),
         reencodes=any(
             complete[i] and (hands.origins[i].source is Source.LOAD or sums.redundant)
             for i, step in enumerate(steps)
@@ -327,6 +331,29 @@ def _stores(schedule: Schedule, rounds: _Rounds, hands: _Hands, result_in_hand: 
             if hands.origins[i].source is Source.LOAD:
                 live[_at(step.sources, step.send)] = True
     return stores
+
+
+def _renews(schedule: Schedule, rounds: _Rounds, hands: _Hands, stores: list[bool]) -> bool:
+    """Follows what each rank has stored, and what it reads from the first store on."""
+    stored = np.zeros((schedule.ranks, schedule.chunks), bool)
+    for moving in rounds:
+        reads = [cells for i, step in moving for cells in _reads(step, hands, i)]
+        if stored.any() and not all(stored[cells].all() for cells in reads):
+            return False
+        stores_now = [step for i, step in moving if stores[i]]
+        if stores_now and hands.in_turn:
+            return False
+        for step in stores_now:
+            stored[_at(step.targets, step.recv)] = True
+    return bool(stored.all())
+
+
+def _reads(step: Step, hands: _Hands, i: int) -> Iterator[tuple[Table, Table]]:
+    """What step i reads from the buffer."""
+    if hands.origins[i].source is Source.LOAD:
+        yield _at(step.sources, step.send)
+    if step.op is Op.REDUCE and hands.adds_to[i] is None:
+        yield _at(step.targets, step.recv)
 
 
 def _in_whole_runs(schedule: Schedule, trait: list[bool]) -> list[bool]:

@@ -1,0 +1,66 @@
+"""Memory for a result, without what XLA would write into it first.
+
+A result that is put together from chunks needs memory to put them in. Where the operand is kept,
+XLA copies all of it into that memory, and `lax.empty` fills it with zeros on CPU; both cost as much
+as passing the buffer through memory once more. Here the memory comes as it is.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+
+from jax_ring import _compat, native
+
+Array = jax.Array
+
+
+def in_place_of(buffer: Array, after: Any) -> Array:
+    """Memory of the shape and type of a buffer that nobody reads any more.
+
+    Where there is a native handler, a new array whose elements are undefined: all must be written
+    before they are read. XLA may give it the buffer's own memory. Elsewhere the buffer itself.
+
+    Args:
+      buffer: any array.
+      after: a pytree of arrays that are computed first; all reads of the buffer must lead to them.
+
+    Returns:
+      The array.
+    """
+    result: Array = room_p.bind(buffer, *jax.tree.leaves(after))
+    return result
+
+
+def _result(buffer: Any, *_: Any) -> tuple[tuple[int, ...], Any]:
+    return buffer.shape, buffer.dtype
+
+
+def _buffer(buffer: Array, *_: Array) -> Array:
+    return buffer
+
+
+def _call(buffer: Array, *after: Array) -> Array:
+    out = _compat.varying_struct(buffer.shape, buffer.dtype, *map(jax.typeof, (buffer, *after)))
+    made: Array = jax.ffi.ffi_call("jax_ring_room", out)(*after)
+    return made
+
+
+def _wanted(platform: str, *_: Any) -> bool:
+    return platform in native.platforms()
+
+
+def _batch(values: Any, dims: Any) -> tuple[Any, Any]:
+    """What comes before may be mapped or not: the memory is as the buffer."""
+    return room_p.bind(*values), dims[0]
+
+
+room_p = _compat.local_primitive(
+    "jax_ring_room",
+    result=_result,
+    body=_buffer,
+    native={"cpu": _call},
+    wanted=_wanted,
+    batch=_batch,
+)
