@@ -323,11 +323,12 @@ class _Execution:
         channels = [segment.first.channel for segment, _ in storing]
         tied = [(hands[channel], self.sent[channel]) for channel in channels]
         buffer, tied = lax.optimization_barrier((buffer, tied))
-        if self.renews:
-            buffer, self.renews = room.in_place_of(buffer, (tied, hands)), False
-        for (segment, t), channel, (held, sent) in zip(storing, channels, tied, strict=True):
+        for channel, (held, sent) in zip(channels, tied, strict=True):
             hands[channel], self.sent[channel] = held, sent
-            buffer = self.kept(segment, t, buffer, held)
+        if self.renews:
+            buffer, self.renews = room.in_place_of(buffer, hands), False
+        for (segment, t), channel in zip(storing, channels, strict=True):
+            buffer = self.kept(segment, t, buffer, hands[channel])
         return buffer
 
     def where_received(self, step: Any, value: Array, old: Callable[[], Array]) -> Array:
@@ -776,9 +777,11 @@ def _blank(chunk: Array, axis: int, ranks: int) -> Array:
     shape = list(chunk.shape)
     shape[axis] *= ranks
     explicit = jax.sharding.get_abstract_mesh().explicit_axes
-    room = lax.empty(tuple(shape), chunk.dtype, out_sharding=aval.sharding if explicit else None)
+    empty = lax.empty(tuple(shape), chunk.dtype, out_sharding=aval.sharding if explicit else None)
     varying = tuple(aval.manual_axis_type.varying)
-    return cast(Array, lax.pcast(room, varying, to="varying") if varying else room)
+    if varying:
+        empty = lax.pcast(empty, varying, to="varying")
+    return room.in_place_of(empty, chunk)
 
 
 # --- over a wire ---------------------------------------------------------------------------------

@@ -105,7 +105,7 @@ print(jax.ffi.include_dir(), pathlib.Path(nanobind.__file__).parent, sysconfig.g
          -Icc -isystem "$ffi")
   g++ "${flags[@]}" -isystem "$python_include" -isystem "$nanobind/include" \
     -isystem "$nanobind/ext/robin_map/include" -o "jax_ring/_native$suffix" "$nanobind/src/nb_combined.cpp" \
-    cc/{module,copy_ffi,chunk_reduce_ffi,chunk_reduce_cpu,chunk_reduce_cpu_baseline}.cc &
+    cc/{module,copy_ffi,room_ffi,chunk_reduce_ffi,chunk_reduce_cpu,chunk_reduce_cpu_baseline}.cc &
   nvcc "-arch=sm_$architecture" -std=c++17 -O2 -shared -Icc -Xcompiler -fPIC -isystem "$ffi" \
     -Xlinker "--version-script=cc/chunk_reduce_cuda.map" -o jax_ring/libjax_ring_cuda.so \
     cc/chunk_reduce_cuda_ffi.cc "$build"/chunk_reduce_cuda_{blocks,elementwise}.cu.o \
