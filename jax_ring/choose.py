@@ -177,9 +177,11 @@ def predict(
       '4.375 ms'
     """
     rounds = list(schedule.stretches())
-    segments = plan(schedule).segments if link.gamma or (across and across.gamma) else []
-    # Where parts are stored the operand is copied first, unless it was donated.
-    copies = any(s.traits.store and s.first.k < schedule.chunks for s in segments)
+    state = plan(schedule) if link.gamma or (across and across.gamma) else None
+    segments = state.segments if state else []
+    # Where parts are stored among what is still read the operand is copied first, unless donated.
+    parts = any(s.traits.store and s.first.k < schedule.chunks for s in segments)
+    copies = parts and state is not None and not state.renews
     whole = _Part(nbytes, schedule.chunks, rounds, segments, copies, schedule.ranks)
     if across is None:
         return whole.seconds(link)

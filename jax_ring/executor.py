@@ -198,7 +198,7 @@ class _Execution:
         # What the step before in each channel sent, for a step that sends it again.
         self.sent: Hands = {}
         # Whether what is stored next may go into new memory.
-        self.renews = self.plan.renews
+        self.renews = self.plan.renews and not comm.emulated
 
     # What subclasses say: how chunks are sent, reduced and stored. What a channel has in hand, for
     # a step to send or to add to, is theirs to define.
@@ -763,7 +763,7 @@ def all_gather(
     """
     run = _Plain(schedule, comm, None, axis, block, chunk.dtype, label)
     rows = run.rows(own_chunks(schedule), 0, 0)
-    buffer = _blank(chunk, axis, schedule.ranks)
+    buffer = _blank(chunk, axis, comm)
     origins = [o for s in run.plan.segments for o in (s.traits.origin, s.rest)]
     if any(origin.source is Source.LOAD for origin in origins):
         return run.run(run.store(buffer, chunk, rows), chunk, unroll)[0]
@@ -771,17 +771,17 @@ def all_gather(
     return run.store(run.run(buffer, chunk, unroll)[0], chunk, rows)
 
 
-def _blank(chunk: Array, axis: int, ranks: int) -> Array:
+def _blank(chunk: Array, axis: int, comm: Communicator) -> Array:
     """Room for the chunks of all ranks, of the chunk's type."""
     aval = jax.typeof(chunk)
     shape = list(chunk.shape)
-    shape[axis] *= ranks
+    shape[axis] *= comm.size
     explicit = jax.sharding.get_abstract_mesh().explicit_axes
     empty = lax.empty(tuple(shape), chunk.dtype, out_sharding=aval.sharding if explicit else None)
     varying = tuple(aval.manual_axis_type.varying)
     if varying:
         empty = lax.pcast(empty, varying, to="varying")
-    return room.in_place_of(empty, chunk)
+    return empty if comm.emulated else room.in_place_of(empty, chunk)
 
 
 # --- over a wire ---------------------------------------------------------------------------------
@@ -959,7 +959,7 @@ def wired_all_gather(
         ]
         messages = jax.tree.unflatten(jax.tree.structure(message), gathered)
         return rounded(codec.value(messages, chunk.shape[-1]), chunk.dtype)
-    buffer = _blank(chunk[None], 0, schedule.ranks)
+    buffer = _blank(chunk[None], 0, comm)
     bare = _one_call_a_step(schedule, codec, buffer)
     run = _Wired(schedule, comm, codec, label, bare=bare)
     held = Sealed(message=run.stacked([message]))

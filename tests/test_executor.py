@@ -20,7 +20,7 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jax_ring
-from jax_ring import executor
+from jax_ring import executor, native
 from jax_ring.schedules import (
     Kind,
     Op,
@@ -149,21 +149,22 @@ def test_a_mean_divides_chunks_not_buffers():
 
 # --- memory and passes over it --------------------------------------------------------------------
 
+ROOM = "cpu" in native.platforms()
 SCALARS = 512  # bytes: XLA keeps the rank, and where each chunk starts
 
 
 @pytest.mark.parametrize("shape", [(1 << 14,), (128, 128), (1, 1 << 14), (3, 4096), (8, 16, 33)])
 @pytest.mark.parametrize("donate", [True, False])
-def test_memory_of_an_even_sum_is_two_chunks(shape, donate):
+def test_memory_of_an_even_sum_is_three_chunks_or_two_and_a_copy(shape, donate):
     m = mesh(N)
     size = math.prod(shape)
     g = jax.shard_map(psum, mesh=m, in_specs=P("x"), out_specs=P("x"), check_vma=False)
     whole = sharded(m, P("x"), (N * shape[0], *shape[1:]))
     hlo = compiled(g, whole, donate_argnums=0 if donate else ())
-    assert hlo.memory.temp_size_in_bytes <= 2 * 4 * size // N + SCALARS
+    assert hlo.memory.temp_size_in_bytes <= (3 if ROOM else 2) * 4 * size // N + SCALARS
     assert hlo.memory.alias_size_in_bytes == (4 * size if donate else 0)
-    # What is not donated is copied once, to be the result.
-    assert hlo.copies_of(size) == ({} if donate else {"copy": 1})
+    # Without native code what is not donated is copied once, to be the result.
+    assert hlo.copies_of(size) == ({} if donate or ROOM else {"copy": 1})
 
 
 @pytest.mark.parametrize("length", [1001, 16_001, 16_007])

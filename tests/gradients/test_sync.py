@@ -12,6 +12,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 import jax_ring
+from jax_ring import native
 from jax_ring.gradients import plan_buckets, reduce_in_backward, sync_gradients
 
 N = 4
@@ -233,7 +234,8 @@ def test_a_bucket_depends_on_its_own_leaves_alone():
 
 def test_a_leaf_with_a_bucket_to_itself_is_not_copied():
     alone = synced([(800,)], 10**9, algorithm="ring")
-    assert alone.copies_of(800) == {"copy": 1}, "as jax_ring.psum: the result"
+    copies = {} if "cpu" in native.platforms() else {"copy": 1}
+    assert alone.copies_of(800) == copies, "as jax_ring.psum: the result"
     joint = synced([(400,), (200, 2)], 10**9, algorithm="ring")
     assert joint.copies_of(800)["concatenate"] == 1
 
