@@ -499,29 +499,72 @@ TEST(Kernels, LongRows) {
   }
 }
 
+// A message of wire int8, with these scales, whose codes are of all kinds.
+Memory MessageOf(const Format& format, const std::vector<std::uint16_t>& scales) {
+  Memory message(MessageSize(format.wire, format.n, format.block));
+  for (std::int64_t i = 0; i < format.n; ++i) {
+    message.data()[i] = static_cast<unsigned char>(4 * i + 3);
+  }
+  for (std::size_t i = 0; i < scales.size(); ++i) {
+    message.Set(format.n / 2 + static_cast<std::int64_t>(i), scales[i]);
+  }
+  return message;
+}
+
+// All kernels, against the reference.
+void CheckInt8(const Format& format, const Memory& message, const Memory& local) {
+  std::vector<float> sums = ReferenceDecode<Wire::kInt8>(format, message);
+  for (std::int64_t i = 0; i < format.n; ++i) {
+    float& sum = sums[static_cast<std::size_t>(i)];
+    sum = Plus(sum, local.Get<float>(i));
+  }
+  const Memory want = ReferenceEncode<Wire::kInt8>(format, sums, nullptr);
+  for (int i = 0; const Kernels* kernels = KernelsAt(i); ++i) {
+    Memory result(want.bytes());
+    kernels->reduce(format, message.data(), local.data(), 1.0f, nullptr, result.data());
+    ASSERT_EQ(std::memcmp(result.data(), want.data(), static_cast<std::size_t>(want.bytes())), 0)
+        << kernels->name;
+  }
+}
+
+// One block of a message has any scale, the others have 1. What is added to each is about as large.
+void CheckScale(std::int64_t n, std::int64_t block, std::int64_t which, std::uint32_t bits) {
+  const Format format = {Wire::kInt8, DataType::kFloat32, n, block};
+  std::vector<std::uint16_t> scales(static_cast<std::size_t>((n + block - 1) / block), 0x3f80);
+  scales[static_cast<std::size_t>(which)] = static_cast<std::uint16_t>(bits);
+  Memory local(4 * n);
+  for (std::int64_t i = 0; i < n; ++i) {
+    const std::uint16_t scale = scales[static_cast<std::size_t>(i / block)];
+    local.Set(i, Times(-0.7f * static_cast<float>(i % 64), ScaleFromBits(scale)));
+  }
+  SCOPED_TRACE(testing::Message() << "scale bits " << bits << " of block " << which);
+  CheckInt8(format, MessageOf(format, scales), local);
+}
+
 // Scales at which a product overflows or is subnormal, and such as no encoder writes.
 TEST(Kernels, AnyScale) {
-  const Format format = {Wire::kInt8, DataType::kFloat32, 64, 64};
-  for (std::uint32_t bits = 0; bits < 0x10000; ++bits) {
-    Memory message(MessageSize(format.wire, format.n, format.block));
-    for (std::int64_t i = 0; i < 64; ++i) {
-      message.data()[i] = static_cast<unsigned char>(4 * i + 3);
-    }
-    message.Set(32, static_cast<std::uint16_t>(bits));
-    const float scale = ScaleFromBits(static_cast<std::uint16_t>(bits));
-    Memory local(256);
-    for (std::int64_t i = 0; i < 64; ++i) local.Set(i, Times(-0.7f * static_cast<float>(i), scale));
-    std::vector<float> sums = ReferenceDecode<Wire::kInt8>(format, message);
-    for (std::int64_t i = 0; i < 64; ++i) {
-      float& sum = sums[static_cast<std::size_t>(i)];
-      sum = Plus(sum, local.Get<float>(i));
-    }
-    const Memory want = ReferenceEncode<Wire::kInt8>(format, sums, nullptr);
-    for (int i = 0; const Kernels* kernels = KernelsAt(i); ++i) {
-      Memory result(want.bytes());
-      kernels->reduce(format, message.data(), local.data(), 1.0f, nullptr, result.data());
-      ASSERT_EQ(std::memcmp(result.data(), want.data(), static_cast<std::size_t>(want.bytes())), 0)
-          << kernels->name << ", scale " << scale;
+  for (std::uint32_t bits = 0; bits < 0x10000; ++bits) CheckScale(64, 64, 0, bits);
+}
+
+// As above, in any place among blocks that are reduced together.
+TEST(Kernels, AnyScaleAmongOthers) {
+  for (std::uint32_t bits = 0; bits < 0x10000; bits += 61) {
+    CheckScale(9 * 256, 256, bits % 9, bits);
+  }
+}
+
+// What is no number, or so large that a sum is none, in any place among blocks that are.
+TEST(Kernels, SpecialsAmongOthers) {
+  const Format format = {Wire::kInt8, DataType::kFloat32, 9 * 256, 256};
+  const Memory message = MessageOf(format, std::vector<std::uint16_t>(9, 0x7300));  // 2^103.
+  const float largest = std::numeric_limits<float>::max();
+  for (float special : {kNan, -kNan, kInfinity, -kInfinity, largest, -largest, 0.0f, 1e-40f}) {
+    for (std::int64_t place = 0; place < format.n; place += 37) {
+      Memory local(4 * format.n);
+      for (std::int64_t i = 0; i < format.n; ++i) local.Set(i, 0.5f * static_cast<float>(i));
+      local.Set(place, special);
+      SCOPED_TRACE(testing::Message() << special << " at " << place);
+      CheckInt8(format, message, local);
     }
   }
 }
