@@ -19,7 +19,7 @@ import tempfile
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from jax_ring.plan import Segment, Source, plan
+from jax_ring.plan import Origin, Segment, Source, plan
 from jax_ring.schedules import Kind, Op, Run, Schedule, hierarchical, ring
 from jax_ring.schedules.cost import through_a_port
 from jax_ring.schedules.families import make, names
@@ -276,11 +276,14 @@ def _spilled(link: Link, message: float) -> float:
 def _passes(segment: Segment, chunks: int) -> float:
     """How often the steps of a segment read or write each byte of their messages."""
     whole = segment.first.k == chunks
-    loads = (segment.traits.origin.source is Source.LOAD) + (segment.count - 1) * (
-        segment.rest.source is Source.LOAD
-    )
+    loads = _cuts(segment.traits.origin) + (segment.count - 1) * _cuts(segment.rest)
     each = 2 + 3 * (segment.first.op is Op.REDUCE) + 2 * (segment.traits.store and not whole)
     return segment.count * each + 2 * loads * (not whole)
+
+
+def _cuts(origin: Origin) -> bool:
+    """Whether what a step sends is cut out of something larger first."""
+    return origin.source is Source.LOAD or origin.places is not None
 
 
 # --- choosing -------------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ from jax import lax
 
 from jax_ring import room
 from jax_ring.chunk_reduce import Codec, rounded, scaled
-from jax_ring.plan import Origin, Plan, Segment, Source, own_chunks, plan
+from jax_ring.plan import Origin, Places, Plan, Segment, Source, Sum, own_chunks, plan
 from jax_ring.schedules import Op, Schedule
 from jax_ring.schedules.schedule import Perm, Table, affine
 from jax_ring.wire import Message, mix
@@ -207,6 +207,10 @@ class _Execution:
         """The message of a step that does not send again what was sent."""
         raise NotImplementedError
 
+    def among(self, held: Any, places: Places) -> Any:
+        """Some of the chunks in hand, as if a step had produced these alone."""
+        raise NotImplementedError
+
     def reduce(
         self, segment: Segment, t: Array | int, arrived: Any, buffer: Array, held: Any
     ) -> Any:
@@ -287,10 +291,16 @@ class _Execution:
         """What arrives in a step."""
         channel, origin = segment.first.channel, _origin(segment, t)
         if origin.source is not Source.RESEND:
-            forwarded = hands[origin.channel] if origin.source is Source.FORWARD else None
+            forwarded = None
+            if origin.source is Source.FORWARD:
+                forwarded = self._in_hand(hands, origin)
             self.sent[channel] = self.outgoing(segment, t, buffer, forwarded)
         perm = segment.first.perm
         return jax.tree.map(lambda part: self.comm.permute(part, perm), self.sent[channel])
+
+    def _in_hand(self, hands: Hands, origin: Origin | Sum) -> Any:
+        held = hands[origin.channel]
+        return held if origin.places is None else self.among(held, origin.places)
 
     def receive(
         self, segment: Segment, t: Array | int, arrived: Any, buffer: Array, hands: Hands
@@ -299,7 +309,9 @@ class _Execution:
         step, traits = segment.first, segment.traits
         if step.op is Op.COPY:
             return buffer, self.copy(arrived)
-        held = hands[step.channel if traits.adds_to is None else traits.adds_to]
+        held = (
+            hands[step.channel] if traits.adds_to is None else self._in_hand(hands, traits.adds_to)
+        )
         if traits.raw and isinstance(t, int):
             # Ties what is encoded next to this: XLA:GPU otherwise sends all contributions
             # first, keeps all that arrive, and only then adds them.
@@ -454,6 +466,11 @@ class _Plain(_Execution):
             held = self.load(buffer, self.rows(step.send, t, segment.advance), step.k)
         return held.astype(self._travels_in(segment))
 
+    def among(self, held: Any, places: Places) -> Any:
+        """Their chunks."""
+        table = np.array(places)
+        return self.load(held, self.rows(table, 0, 0), table.shape[1])
+
     def _travels_in(self, segment: Segment) -> Any:
         """Sums travel in the type of the arithmetic, what is copied in that of the buffer."""
         if segment.first.op is Op.COPY:
@@ -546,6 +563,11 @@ class _Wired(_Execution):
                 self._keep_error(row, buffer[row], message)
             parts.append(message)
         return self.stacked(parts)
+
+    def among(self, held: Any, places: Places) -> Any:
+        """Their values; what is held in parts is no message."""
+        rows = self.indices(np.array(places), 0, 0)
+        return Sealed(value=jnp.stack([held.value[row] for row in rows]))
 
     def reduce(
         self, segment: Segment, t: Array | int, arrived: Any, buffer: Array, held: Any

@@ -27,6 +27,9 @@ class Source(enum.Enum):
     RESEND = "resend"  # What the step before in its channel sent.
 
 
+Places = tuple[tuple[int, ...], ...]  # For each rank, indices among the chunks that it has in hand.
+
+
 @dataclasses.dataclass(frozen=True)
 class Origin:
     """Where what a step sends comes from.
@@ -34,10 +37,25 @@ class Origin:
     Attributes:
       source: the buffer, or what is in hand.
       channel: whose last step produced it, if it is forwarded.
+      places: which of the chunks in hand it is; None for all.
     """
 
     source: Source
     channel: int = 0
+    places: Places | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Sum:
+    """A sum in hand that a step adds to.
+
+    Attributes:
+      channel: whose last step produced it.
+      places: which of the chunks in hand it is; None for all.
+    """
+
+    channel: int
+    places: Places | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,7 +65,7 @@ class Traits:
     Attributes:
       origin: where what it sends comes from.
       raw: whether all that it and the steps of its run send are contributions not yet reduced.
-      adds_to: the channel to whose last product it adds what arrives; None for to the buffer.
+      adds_to: the sum to which it adds what arrives; None for to the buffer.
       store: whether what it produces is written to the buffer.
       finishes: whether it completes the sums that it adds to.
       forwarded: whether it reduces, and what it produces is only sent on from hand.
@@ -55,7 +73,7 @@ class Traits:
 
     origin: Origin
     raw: bool
-    adds_to: int | None
+    adds_to: Sum | None
     store: bool
     finishes: bool
     forwarded: bool
@@ -186,14 +204,14 @@ class _Hands:
 
     Attributes:
       origins: for each step, where what it sends comes from.
-      adds_to: for each step, the channel to whose product it adds, or None.
+      adds_to: for each step, the sum in hand to which it adds, or None.
       in_turn: whether in some round a channel adds to what another stored there in that round.
     """
 
     def __init__(self, schedule: Schedule, steps: list[Step]) -> None:
         self.schedule, self.steps = schedule, steps
         self.origins = [Origin(Source.LOAD)] * len(steps)
-        self.adds_to: list[int | None] = [None] * len(steps)
+        self.adds_to: list[Sum | None] = [None] * len(steps)
         self.in_turn = False
         self._sent_on: set[int] = set()
         self._added_to: set[int] = set()
@@ -217,7 +235,7 @@ class _Hands:
                 received.append(i)
 
     def only_sent(self, i: int) -> bool:
-        """Whether what step i produces is sent on from hand, and nothing is added to it there."""
+        """Whether what step i produces is sent on as it is, and nothing is added to it in hand."""
         return i in self._sent_on and i not in self._added_to
 
     def _origin(self, i: int, step: Step) -> Origin:
@@ -231,6 +249,10 @@ class _Hands:
                 return Origin(Source.FORWARD, channel)
         if own is not None and self._alone[i] and self._alone[own] and self._resends(step, own):
             return Origin(Source.RESEND, step.channel)
+        for channel in self._nearest(step) if self._alone[i] else ():
+            places = self._among(self._last[channel], step.sources, step.send)
+            if places is not None:
+                return Origin(Source.FORWARD, channel, places)
         return Origin(Source.LOAD)
 
     def _made(self, before: int, ranks: list[int], chunks: Table) -> bool:
@@ -241,6 +263,15 @@ class _Hands:
             and np.array_equal(chunks[ranks], made.recv[ranks])
             and bool((self._writer[_at(ranks, chunks)] == before).all())
         )
+
+    def _among(self, before: int, ranks: list[int], chunks: Table) -> Places | None:
+        """Where chunks of some ranks are among those that a step produced, if all of them are."""
+        made = self.steps[before]
+        present = set(made.targets).issuperset(ranks)
+        if not present or (self._writer[_at(ranks, chunks)] != before).any():
+            return None
+        found = (chunks[:, :, None] == made.recv[:, None, :]).argmax(axis=2)
+        return tuple(map(tuple, found.tolist()))
 
     def _resends(self, step: Step, before: int) -> bool:
         """Whether all that a step sends is just what another sent, and it still holds."""
@@ -261,19 +292,25 @@ class _Hands:
         """Follows a step, after those of its round that are received before it."""
         written = _at(step.targets, step.recv)
         if step.op is Op.REDUCE:
-            self.adds_to[i] = self._sum_in_hand(step)
+            self.adds_to[i] = self._sum_in_hand(i, step)
             if self.adds_to[i] is None:
                 self.in_turn |= bool(np.isin(self._writer[written], before).any())
         self._writer[written] = i
         self._last[step.channel] = i
 
-    def _sum_in_hand(self, step: Step) -> int | None:
-        """The channel whose last step reduced just what this one adds to, its own if it can be."""
-        for channel in self._nearest(step):
-            last = self._last[channel]
-            if self.steps[last].op is Op.REDUCE and self._made(last, step.targets, step.recv):
-                self._added_to.add(last)
-                return channel
+    def _sum_in_hand(self, i: int, step: Step) -> Sum | None:
+        """What the last step of a channel reduced and this one adds to, its own if it can be."""
+        last = {channel: self._last[channel] for channel in self._nearest(step)}
+        sums = {channel: j for channel, j in last.items() if self.steps[j].op is Op.REDUCE}
+        for channel, j in sums.items():
+            if self._made(j, step.targets, step.recv):
+                self._added_to.add(j)
+                return Sum(channel)
+        for channel, j in sums.items() if self._alone[i] else ():
+            places = self._among(j, step.targets, step.recv)
+            if places is not None:
+                self._added_to.add(j)
+                return Sum(channel, places)
         return None
 
     def _nearest(self, step: Step) -> list[int]:

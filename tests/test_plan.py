@@ -72,20 +72,35 @@ def test_the_halves_of_the_ring():
     assert not any(s.traits.finishes for s in gather.channels[0])
 
 
-@pytest.mark.parametrize("make", [halving_doubling, relay])
-def test_partial_sums_on_the_way_are_noticed(make):
-    verify(make(4))
-    assert plan(make(4)).widened
-    assert not any(s.traits.finishes for s in segments(make(4)))
+def test_partial_sums_on_the_way_are_noticed():
+    verify(relay(4))
+    assert plan(relay(4)).widened
+    assert not any(s.traits.finishes for s in segments(relay(4)))
 
 
-@pytest.mark.parametrize("make", [recursive_doubling, reduce_and_broadcast])
+@pytest.mark.parametrize("make", [recursive_doubling, reduce_and_broadcast, halving_doubling])
 def test_a_sum_of_several_steps_is_held_until_it_is_finished(make):
     state = plan(make(4))
     assert not state.widened
     sums = [s.traits for s in segments(make(4)) if s.first.op is Op.REDUCE]
     assert [t.finishes for t in sums] == [False] * (len(sums) - 1) + [True]
     assert [t.store for t in sums] == [False] * (len(sums) - 1) + [True]
+
+
+def test_halves_of_a_sum_are_sent_and_added_to_in_hand():
+    first, second, third, *gather = segments(halving_doubling(8))
+    assert first.traits.origin.source is Source.LOAD
+    for earlier, later in ((first, second), (second, third)):
+        assert not earlier.traits.store
+        origin, added = later.traits.origin, later.traits.adds_to
+        assert origin.source is Source.FORWARD
+        for rank in range(8):
+            made = earlier.first.recv[rank]
+            assert list(made[list(origin.places[rank])]) == list(later.first.send[rank])
+            assert list(made[list(added.places[rank])]) == list(later.first.recv[rank])
+    assert third.traits.store
+    assert third.traits.finishes
+    assert len(gather) == 3
 
 
 def test_steps_are_covered_once_and_in_order():
