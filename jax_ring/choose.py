@@ -94,7 +94,10 @@ LINKS: Mapping[str, Link] = {
         alpha=14e-6,
         beta=0.0,
         gamma=0.015e-9,
-        spills=((128 << 10, 2.0), (1 << 20, 2.8)),
+        spills=(
+            *((128 << 10, 2.0), (1 << 20, 2.4)),
+            *((2 << 20, 2.7), (4 << 20, 3.0), (8 << 20, 3.3)),
+        ),
         shared=True,
         source="devices of one process, fitted to benchmarks/inprocess.py on two cores",
     ),
@@ -369,13 +372,19 @@ def _candidates(
         if name == "direct" and ranks > 64:
             continue  # As many bytes and steps as the ring, in tables of ranks x ranks.
         yield name, name, make(name, kind, ranks)
-    fits = link.spills[-1][0] if link.spills else math.inf
-    parts = 1 << math.ceil(math.log2(max(nbytes / ranks / fits, 1)))
-    most = max(_MOST_CHUNKS // ranks, 1).bit_length() - 1
-    parts = min(parts, segments, 1 << most)
-    if kind is Kind.ALL_REDUCE and parts > 1:
-        schedule = ring(ranks, segments=parts)
-        yield f"ring of {parts} segments", schedule, schedule
+    if kind is Kind.ALL_REDUCE:
+        most = min(segments, 1 << (max(_MOST_CHUNKS // ranks, 1).bit_length() - 1))
+        # To fit where the smallest messages do takes more rendezvous than it saves.
+        sizes = [size for size, _ in link.spills[1:] or link.spills]
+        fitting = {_fitting(nbytes / ranks, size, most) for size in sizes}
+        for parts in sorted(fitting - {1}):
+            schedule = ring(ranks, segments=parts)
+            yield f"ring of {parts} segments", schedule, schedule
+
+
+def _fitting(chunk: float, size: float, most: int) -> int:
+    """Into how many parts a chunk is divided, so that each fits, if that is not too many."""
+    return min(1 << math.ceil(math.log2(max(chunk / size, 1))), most)
 
 
 def _by_xla(kind: Kind, ranks: int, nbytes: int, link: Link) -> float:
