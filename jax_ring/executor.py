@@ -565,9 +565,9 @@ class _Wired(_Execution):
         return self.stacked(parts)
 
     def among(self, held: Any, places: Places) -> Any:
-        """Their values; what is held in parts is no message."""
+        """Their messages or values."""
         rows = self.indices(np.array(places), 0, 0)
-        return Sealed(value=jnp.stack([held.value[row] for row in rows]))
+        return jax.tree.map(lambda part: jnp.stack([part[row] for row in rows]), held)
 
     def reduce(
         self, segment: Segment, t: Array | int, arrived: Any, buffer: Array, held: Any

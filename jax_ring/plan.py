@@ -249,7 +249,9 @@ class _Hands:
                 return Origin(Source.FORWARD, channel)
         if own is not None and self._alone[i] and self._alone[own] and self._resends(step, own):
             return Origin(Source.RESEND, step.channel)
-        for channel in self._nearest(step) if self._alone[i] else ():
+        # Over a wire finished chunks are copied as the messages that all of their step became.
+        in_parts = self._alone[i] and step.op is Op.REDUCE
+        for channel in self._nearest(step) if in_parts else ():
             places = self._among(self._last[channel], step.sources, step.send)
             if places is not None:
                 return Origin(Source.FORWARD, channel, places)

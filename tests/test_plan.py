@@ -5,7 +5,10 @@ from algorithms import halving_doubling, recursive_doubling, reduce_and_broadcas
 
 from jax_ring.plan import Source, plan
 from jax_ring.schedules import (
+    Kind,
     Op,
+    Schedule,
+    Step,
     bidirectional_ring,
     direct,
     ring,
@@ -128,3 +131,14 @@ def test_both_ways_of_a_ring_meet_in_hand(n):
     assert {s.traits.origin.source for s in gathers} == {Source.FORWARD}
     assert {s.traits.origin.channel for s in gathers} == ending
     assert not any((state.widened, state.redundant, state.reencodes))
+
+
+def test_finished_chunks_are_not_copied_in_parts():
+    both, table = [[0, 1]] * 3, [[1]] * 3
+    up = [Step(((r, 0),), both, both, Op.REDUCE) for r in (1, 2)]
+    down = [Step(((0, r),), both, both, Op.COPY) for r in (1, 2)]
+    schedule = Schedule(3, 2, [*up, Step(((0, 2),), table, table, Op.COPY), *down], Kind.ALL_REDUCE)
+    verify(schedule)
+    state = plan(schedule)
+    assert state.reencodes
+    assert all(s.traits.origin.places is None for s in state.segments)
