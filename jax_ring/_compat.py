@@ -217,7 +217,8 @@ def local_primitive(
     """Makes a primitive without communication that is a custom call where that is right.
 
     That is decided when it is lowered: where the partitioner has no axes of its own to shard the
-    operands over, since it gathers the operands of a custom call; elsewhere `body` is traced.
+    operands over, since it gathers the operands of a custom call, and where nothing is exported;
+    elsewhere `body` is traced.
 
     Args:
       name: shown in jaxprs.
@@ -252,12 +253,18 @@ def local_primitive(
             platform: str = platform,
             **params: Any,
         ) -> Any:
-            use = _unpartitioned(ctx) and wanted(platform, *ctx.avals_in, **params)
+            use = _unpartitioned(ctx) and not _for_export(ctx)
+            use = use and wanted(platform, *ctx.avals_in, **params)
             return (custom if use else plain)(ctx, *operands, **params)
 
         mlir.register_lowering(primitive, lowering, platform=platform)
     batching.primitive_batchers[primitive] = _with_casts(batch)
     return primitive
+
+
+def _for_export(ctx: Any) -> bool:
+    """Whether the program is exported: a custom call would tie it to where there is a handler."""
+    return bool(ctx.module_context.lowering_parameters.for_export)
 
 
 def _unpartitioned(ctx: Any) -> bool:

@@ -410,6 +410,17 @@ def test_symbolic_shapes_are_refused():
     assert (np.asarray(total) == data.reshape(8, 5, 16).sum(0)).all()
 
 
+@pytest.mark.parametrize("wire", [None, "int8"])
+def test_exported_programs_have_no_custom_calls(wire):
+    f = functools.partial(psum, algorithm="ring", wire=wire)
+    g = jax.jit(jax.shard_map(f, mesh=mesh(N), in_specs=P("x"), out_specs=P()))
+    exported = jax.export.export(g)(sharded(mesh(N), P("x"), (64,)))
+    assert re.findall(r"custom_call @(jax_ring\w*)", exported.mlir_module()) == []
+    x = integers((N, 8), np.float32)
+    total = jax.jit(exported.call)(jax.device_put(x.ravel(), NamedSharding(mesh(N), P("x"))))
+    np.testing.assert_allclose(total, x.sum(0), atol=0.1 if wire else 0)
+
+
 def test_two_traces_give_the_same_program():
     assert lowered_for(8) == lowered_for(8)
 
