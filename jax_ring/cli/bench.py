@@ -24,7 +24,7 @@ from jax_ring.bench.report import Report
 from jax_ring.bench.surroundings import load, surroundings
 from jax_ring.cli import completion
 from jax_ring.cli.devices import Devices, all_ranks, is_first_process
-from jax_ring.cli.mistakes import FAILED, mistakes_of_the_user, read
+from jax_ring.cli.mistakes import FAILED, read
 from jax_ring.cli.sizes import sizes_from
 from jax_ring.cli.units import format_size, parse_dtype
 from jax_ring.schedules import Kind
@@ -110,24 +110,23 @@ def bench(
       jax-ring bench --collective reduce_scatter -b 64K -e 64M -n 50 --json result.json
       jax-ring run -n 4 -- jax-ring bench -b 16K -e 16M --compare psum,ring
     """  # noqa: D301  (\b keeps the lines apart in the help.)
-    with mistakes_of_the_user("bench"):
-        name, itemsize = read("--datatype", parse_dtype, dtype)
-        _check_dtype(name)
-        sizes = sizes_from(begin, end, factor, step)
-        rounds = _rounds(iters, warmup, together, check)
-        cases = _cases(collective, algorithm, wire, compare)
-        op = "mean" if op == "avg" else op
-        _check_files(sizes, json_file, csv_file, plot)
-        with _64_bits(itemsize):
-            mesh = all_ranks(devices)
-            formats = tuple(dict.fromkeys(case.wire for case in cases))
-            operands = Operands(collective, op, name, mesh.size, formats)
-            report = Report(collective, op, name, mesh.size, cases, surroundings())
-            measured = _measure(Bench(mesh, operands), report, sizes, rounds)
-            if trace is not None:
-                measured.trace(cases, sizes, trace, calls=_TRACED_CALLS)
-        if is_first_process():
-            _write(report, json_file, csv_file, plot)
+    name, itemsize = read("--datatype", parse_dtype, dtype)
+    _check_dtype(name)
+    sizes = sizes_from(begin, end, factor, step)
+    rounds = _rounds(iters, warmup, together, check)
+    cases = _cases(collective, algorithm, wire, compare)
+    op = "mean" if op == "avg" else op
+    _check_files(sizes, json_file, csv_file, plot)
+    with _64_bits(itemsize):
+        mesh = all_ranks(devices)
+        formats = tuple(dict.fromkeys(case.wire for case in cases))
+        operands = Operands(collective, op, name, mesh.size, formats)
+        report = Report(collective, op, name, mesh.size, cases, surroundings())
+        measured = _measure(Bench(mesh, operands), report, sizes, rounds)
+        if trace is not None:
+            measured.trace(cases, sizes, trace, calls=_TRACED_CALLS)
+    if is_first_process():
+        _write(report, json_file, csv_file, plot)
     if report.wrong:
         raise typer.Exit(FAILED)
 

@@ -10,7 +10,7 @@ import typer
 from rich.console import Console
 
 from jax_ring.cli.devices import Devices, all_ranks, is_first_process
-from jax_ring.cli.mistakes import FAILED, mistakes_of_the_user
+from jax_ring.cli.mistakes import FAILED
 from jax_ring.doctor import Diagnosis, diagnose
 
 
@@ -32,11 +32,10 @@ def doctor(
       jax-ring doctor --json > report.json
       jax-ring run -n 2 -- jax-ring doctor
     """  # noqa: D301  (\b keeps the lines apart in the help.)
-    with mistakes_of_the_user("doctor"):
-        if devices is not None and devices < 1:
-            raise ValueError(f"--devices must be at least 1, got {devices}")
-        with Console(stderr=True).status("starting") as status:
-            diagnosis = diagnose(lambda: all_ranks(devices), status.update)
+    if devices is not None and devices < 1:
+        raise ValueError(f"--devices must be at least 1, got {devices}")
+    with Console(stderr=True).status("starting") as status:
+        diagnosis = diagnose(lambda: all_ranks(devices), status.update)
     if "error" in diagnosis.facts["devices"] or is_first_process():
         typer.echo(json.dumps(diagnosis.to_dict(), indent=2) if as_json else _text(diagnosis))
     if not diagnosis.healthy:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import pathlib
-import sys
 from collections.abc import Callable, Sequence
 from typing import Annotated
 
@@ -17,8 +16,8 @@ from jax_ring.bench.measure import Rounds
 from jax_ring.bench.surroundings import load, surroundings
 from jax_ring.bench.tune import Level, Verdict, level, levels_of, merged, to_dict, verify
 from jax_ring.cli.devices import Devices, all_ranks, is_first_process
-from jax_ring.cli.mistakes import mistakes_of_the_user
 from jax_ring.cli.sizes import sizes_from
+from jax_ring.cli.terminal import Output
 from jax_ring.cli.units import format_seconds, format_size
 
 _WIDTH = 120  # Of a table that is not shown on a terminal.
@@ -59,27 +58,26 @@ def tune(
       srun jax-ring tune -o /shared/tuning.json -e 256M
       JAX_RING_TUNING=tuning.json jax-ring bench --devices 8 --compare auto,ring
     """  # noqa: D301  (\b keeps the lines apart in the help.)
-    with mistakes_of_the_user("tune"):
-        sizes = sizes_from(begin, end, factor)
-        if len(sizes) < 2:
-            raise ValueError(f"at least two sizes are needed, got {begin} to {end}")
-        if iters < 1 or warmup < 0:
-            raise ValueError(f"-n must be at least 1 and -w at least 0, got {iters} and {warmup}")
-        if not output.absolute().parent.is_dir():
-            raise ValueError(f"{output}: there is no folder {output.parent}")
-        mesh = all_ranks(devices)
-        kept = merged(output, {})
-        rounds = Rounds(iters, warmup)
-        with Console(stderr=True, quiet=not is_first_process()).status("starting") as status:
-            levels = [
-                level(part, name, sizes, rounds, _labelled(status.update, name))
-                for name, part in levels_of(mesh).items()
-            ]
-            links = kept | {one.name: one.link for one in levels}
-            say = _labelled(status.update, "auto")
-            verdicts = verify(mesh, links, sizes, rounds, say) if check else []
-        if is_first_process():
-            choose.save_tuning(output, links)
+    sizes = sizes_from(begin, end, factor)
+    if len(sizes) < 2:
+        raise ValueError(f"at least two sizes are needed, got {begin} to {end}")
+    if iters < 1 or warmup < 0:
+        raise ValueError(f"-n must be at least 1 and -w at least 0, got {iters} and {warmup}")
+    if not output.absolute().parent.is_dir():
+        raise ValueError(f"{output}: there is no folder {output.parent}")
+    mesh = all_ranks(devices)
+    kept = merged(output, {})
+    rounds = Rounds(iters, warmup)
+    with Console(stderr=True, quiet=not is_first_process()).status("starting") as status:
+        levels = [
+            level(part, name, sizes, rounds, _labelled(status.update, name))
+            for name, part in levels_of(mesh).items()
+        ]
+        links = kept | {one.name: one.link for one in levels}
+        say = _labelled(status.update, "auto")
+        verdicts = verify(mesh, links, sizes, rounds, say) if check else []
+    if is_first_process():
+        choose.save_tuning(output, links)
     if not is_first_process():
         return
     if as_json:
@@ -94,7 +92,7 @@ def _labelled(update: Callable[[str], None], label: str) -> Callable[[str], None
 
 
 def _print(levels: Sequence[Level], verdicts: Sequence[Verdict], output: pathlib.Path) -> None:
-    console = Console(width=None if sys.stdout.isatty() else _WIDTH, highlight=False)
+    console = Output(_WIDTH)
     for one in levels:
         console.print(_table(one))
         console.print(_prices(one))
