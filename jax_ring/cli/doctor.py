@@ -48,7 +48,7 @@ def _text(diagnosis: Diagnosis) -> str:
     lines = []
     for section, facts in diagnosis.facts.items():
         lines += [section, *(_indented(facts) or ["  nothing"]), ""]
-    lines.append("self-test against NumPy")
+    lines += ["self-test against NumPy", *([] if diagnosis.checks else ["  not run"])]
     for check in diagnosis.checks:
         state = "ok" if check.passed else check.error or f"WRONG: {check.wrong} elements"
         lines.append(f"  {check.collective:14} {check.algorithm:20} {state}")
