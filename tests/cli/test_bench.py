@@ -214,16 +214,23 @@ def test_devices_are_made_before_jax_starts():
 @pytest.mark.slow
 @pytest.mark.multiprocess
 def test_processes_of_jax_ring_run_measure_together(tmp_path):
+    for name in ("0/out", "1"):  # Only the first process needs a folder for what it writes.
+        (tmp_path / name).mkdir(parents=True)
+    jax_ring = shlex.join((sys.executable, "-W", "ignore", "-m", "jax_ring"))
     bench = f"bench --devices 2 {QUICK} --compare psum,hierarchical,host_ring"
-    result = command(
-        *("run", "-n", "2", "--", sys.executable, "-W", "ignore", "-m", "jax_ring"),
-        *shlex.split(bench),
-        *("--json", str(tmp_path / "r.json")),
-    )
+    bench += f" --json out/r.json --trace {tmp_path / 'trace'}"
+    script = f'cd {tmp_path}/"$JAX_RING_PROCESS" && exec {jax_ring} {bench}'
+    result = command("run", "-n", "2", "--", "sh", "-c", script)
     assert result.returncode == 0, result.stderr
     assert result.stdout.count("4 ranks, processes: 2") == 1  # By the first process only.
-    found = json.loads((tmp_path / "r.json").read_text())
+    found = json.loads((tmp_path / "0/out/r.json").read_text())
     assert (found["ranks"], found["wrong"], len(found["results"])) == (4, 0, 6)
+    traces = [
+        path.relative_to(tmp_path / "trace") for path in tmp_path.glob("trace/**/*.xplane.pb")
+    ]
+    assert sorted(path.parts[:2] for path in traces) == [
+        (f"{size}B", f"process{i}") for size in (4096, 8192) for i in (0, 1)
+    ]
 
 
 @pytest.mark.slow

@@ -93,11 +93,14 @@ def test_the_file_may_be_named_before_it_is_made(two_algorithms, tmp_path, monke
 @pytest.mark.slow
 @pytest.mark.multiprocess
 def test_levels_inside_of_processes_and_across_them(tmp_path):
-    path = tmp_path / "tuning.json"
+    for name in ("0/out", "1"):  # Only the first process needs a folder for what it writes.
+        (tmp_path / name).mkdir(parents=True)
+    path = tmp_path / "0/out/tuning.json"
     jax_ring = (sys.executable, "-W", "ignore", "-m", "jax_ring")
-    line = f"tune --devices 2 -o {path} -b 4K -e 32K -f 8 -n 2 -w 1 --no-verify"
+    tune = f"{shlex.join(jax_ring)} tune --devices 2 -o out/tuning.json -b 4K -e 32K -f 8 -n 2 -w 1"
+    script = f'cd {tmp_path}/"$JAX_RING_PROCESS" && exec {tune} --no-verify'
     result = subprocess.run(
-        [*jax_ring, "run", "-n", "2", "--", *jax_ring, *shlex.split(line)],
+        [*jax_ring, "run", "-n", "2", "--", "sh", "-c", script],
         env={**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""},
         capture_output=True,
         text=True,
