@@ -47,7 +47,7 @@ def _jax_ring(
     \b
     Exit status:
       0    all is well
-      1    a result is wrong, a self-test or a device failed
+      1    a result is wrong, a self-test or a device failed, memory ran out
       2    a mistake in the command line or in the environment
       130  interrupted
       141  nobody reads the output any more

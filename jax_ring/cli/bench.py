@@ -102,7 +102,8 @@ def bench(
     Each result is compared with float64: the operands are whole numbers whose sums are exact in any
     order. The exit status is 1 if one is wrong.
 
-    Several processes measure together if they are started by jax-ring run, mpirun or srun.
+    Several processes measure together if they are started by jax-ring run, mpirun or srun. The
+    first of them prints, and writes the files, after each size.
 
     \b
     Examples:
