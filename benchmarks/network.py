@@ -37,6 +37,7 @@ import typer
 from netlab import NETDEV, Lab, Unavailable
 
 from jax_ring.cli.files import check_file
+from jax_ring.cli.mistakes import read
 from jax_ring.cli.units import parse_size
 from jax_ring.launch import MALLOC_TUNING
 
@@ -282,9 +283,7 @@ def main(
         list[str] | None,
         typer.Option("--size", help=f"such as 4MiB; repeat it for more; else {', '.join(SIZES)}"),
     ] = None,
-    rounds: Annotated[
-        int, typer.Option(min=1, help="how often each is timed; five times if small")
-    ] = 9,
+    rounds: Annotated[int, typer.Option(help="how often each is timed; five times if small")] = 9,
     torch: Annotated[str, typer.Option(help="a Python that has torch")] = "/usr/bin/python3",
     alone: Annotated[bool, typer.Option("--alone", help="no other libraries")] = False,
     output: Annotated[pathlib.Path | None, typer.Option("--json", help="a file to write")] = None,
@@ -293,9 +292,11 @@ def main(
     ] = None,
 ) -> None:
     """Times all-reduces between hosts of a lab."""
-    wanted = [_size(text) for text in sizes or SIZES]
     chosen = [PSUM, *cases] if cases else CASES
     try:
+        if rounds < 1:
+            raise ValueError(f"--rounds must be at least 1, got {rounds}")
+        wanted = [_size(text) for text in sizes or SIZES]
         for file in filter(None, (output, tuning)):
             check_file(file)
         with contextlib.ExitStack() as stack:
@@ -314,17 +315,14 @@ def main(
                 raise
     except (ValueError, RuntimeError, Unavailable) as error:
         print(f"network.py: {error}", file=sys.stderr)
-        raise typer.Exit(1) from None
+        raise typer.Exit(2 if isinstance(error, ValueError) else 1) from None
 
 
 def _size(text: str) -> tuple[str, int]:
     """A size as it is called, and its bytes."""
-    try:
-        nbytes = parse_size(text)
-    except ValueError as error:
-        raise typer.BadParameter(str(error), param_hint="--size") from None
+    nbytes = read("--size", parse_size, text)
     if nbytes < 4 or nbytes % 4:
-        raise typer.BadParameter(f"floats take 4 bytes each, got {text!r}", param_hint="--size")
+        raise ValueError(f"--size: floats take 4 bytes each, got {text!r}")
     return text, nbytes
 
 
