@@ -53,7 +53,8 @@ def tune(
     them. The prices per step and per byte follow by least squares. Then "auto" is measured with
     them, in turns with all algorithms. Other links in an existing file are kept.
 
-    Set JAX_RING_TUNING to the file, the same one on all hosts. Measure with the processes, hosts
+    Set JAX_RING_TUNING to the file afterwards, the same one on all hosts; here it counts for
+    nothing. Only the first process needs the folder of the file. Measure with the processes, hosts
     and devices that you will use, and while nothing else runs on them.
 
     \b
