@@ -34,11 +34,14 @@ import rich
 import rich.progress
 import rich.table
 import typer
-from netlab import NETDEV, Lab
+from netlab import NETDEV, Lab, Unavailable
 
+from jax_ring.cli.files import check_file
+from jax_ring.cli.mistakes import read
+from jax_ring.cli.units import parse_size
 from jax_ring.launch import MALLOC_TUNING
 
-SIZES = {"16 KiB": 16 << 10, "1 MiB": 1 << 20, "16 MiB": 16 << 20, "64 MiB": 64 << 20}
+SIZES = ("16 KiB", "1 MiB", "16 MiB", "64 MiB")
 PSUM = "lax.psum"
 # Ours, as the keywords of `jax_ring.psum`.
 CASES = (
@@ -51,6 +54,8 @@ CASES = (
     "dict(algorithm='ring', wire='int8')",
 )
 JAX_ON_CPU = {"JAX_PLATFORMS": "cpu", **MALLOC_TUNING}
+START_S = 60.0  # How long a library may take to start,
+ANSWER_S = 300.0  # and to compile and check, or to do, what it is asked for.
 PEERS = pathlib.Path(__file__).with_name("network_peers.py")
 # In place of ssh: [-x] host command ...
 AGENT = """#!/bin/sh
@@ -66,6 +71,10 @@ OPEN_MPI = "mpirun.openmpi --allow-run-as-root --oversubscribe --bind-to none --
 MPICH = "mpirun.mpich -launcher ssh -launcher-exec {agent} -hosts {hosts} -iface {netdev} -ppn 1 \
 -genv MPIR_CVAR_NOLOCAL 1 -genv FI_PROVIDER tcp -genv FI_TCP_IFACE {netdev} \
 -genv UCX_TLS tcp,self -genv UCX_NET_DEVICES {netdev}"
+
+
+class Failed(RuntimeError):
+    """A process could not do what it was asked for; the message says which, and why."""
 
 
 @dataclasses.dataclass
@@ -85,10 +94,39 @@ class Library:
     version: str
 
     def ask(self, command: str, argument: Any) -> list[Any]:
-        """Has every host do something; returns what each answers."""
-        for peer in self.peers:
-            peer.send((command, argument))
-        return [peer.recv() for peer in self.peers]
+        """Has every host do something.
+
+        Returns:
+          What each answers, by rank.
+
+        Raises:
+          Failed: as soon as one cannot do it, or has ended, or if one does not answer in time.
+        """
+        waiting = {peer: rank for rank, peer in enumerate(self.peers)}
+        answers: dict[int, Any] = {}
+        with _told(f"{self.name}: a process has ended"):
+            for peer in self.peers:
+                peer.send((command, argument))
+        while waiting:
+            ready = multiprocessing.connection.wait(list(waiting), ANSWER_S)
+            if not ready:
+                late = sorted(waiting.values())
+                raise Failed(f"{self.name}: ranks {late} did not {command} within {ANSWER_S:g} s")
+            for peer in ready:
+                rank = waiting.pop(peer)
+                with _told(f"{self.name}: the process of rank {rank} has ended"):
+                    problem, answers[rank] = peer.recv()
+                if problem:
+                    raise Failed(f"{self.name}, rank {rank}: {problem}")
+        return [answers[rank] for rank in sorted(answers)]
+
+
+@contextlib.contextmanager
+def _told(what: str) -> Iterator[None]:
+    try:
+        yield
+    except (OSError, EOFError):
+        raise Failed(what) from None
 
 
 class Starter:
@@ -129,7 +167,7 @@ class Starter:
         hosts = range(1 if launcher else len(self.lab.names))
         shared = {"WORLD_SIZE": str(len(self.lab.names)), "COORDINATOR": self.lab.coordinator()}
         with multiprocessing.connection.Listener(address, "AF_UNIX") as listener:
-            listener._listener._socket.settimeout(60)  # type: ignore[attr-defined]
+            listener._listener._socket.settimeout(START_S)  # type: ignore[attr-defined]
             for host in hosts:
                 variables = {**environment, **shared, "RANK": str(host)}
                 process = self.lab.start(host, command, variables, stdout=self.log, stderr=self.log)
@@ -138,13 +176,21 @@ class Starter:
                 peers = [listener.accept() for _ in self.lab.names]
                 for peer in peers:
                     self._stack.callback(peer.close)
-                said = [peer.recv() for peer in peers]
-            except (OSError, EOFError):
-                self.log.seek(0)
-                print(f"{name} is left out: {self.log.read()[-500:].strip()}", file=sys.stderr)
+                said = [peer.recv() if peer.poll(START_S) else _late() for peer in peers]
+            except (OSError, EOFError) as error:
+                print(f"{name} is left out ({error!r}): {self.said(500)}", file=sys.stderr)
                 return None
         ranked = sorted(zip(said, peers, strict=True), key=lambda pair: pair[0])
         return Library(name, tuple(cases), [peer for _, peer in ranked], said[0][1])
+
+    def said(self, characters: int) -> str:
+        """The end of what the processes printed."""
+        self.log.seek(0)
+        return self.log.read()[-characters:].strip()
+
+
+def _late() -> Any:
+    raise TimeoutError(f"it did not start within {START_S:g} s")
 
 
 def _end(process: subprocess.Popen[str]) -> None:
@@ -234,7 +280,8 @@ def main(
     hosts: Annotated[int, typer.Option(min=2, max=16, help="how many")] = 4,
     rate: Annotated[float, typer.Option(help="of each link, in Gbit/s")] = 1.0,
     sizes: Annotated[
-        list[str] | None, typer.Option("--size", help="of " + ", ".join(SIZES))
+        list[str] | None,
+        typer.Option("--size", help=f"such as 4MiB; repeat it for more; else {', '.join(SIZES)}"),
     ] = None,
     rounds: Annotated[int, typer.Option(help="how often each is timed; five times if small")] = 9,
     torch: Annotated[str, typer.Option(help="a Python that has torch")] = "/usr/bin/python3",
@@ -246,31 +293,69 @@ def main(
 ) -> None:
     """Times all-reduces between hosts of a lab."""
     chosen = [PSUM, *cases] if cases else CASES
-    figures = {}
-    with contextlib.ExitStack() as stack:
-        lab = stack.enter_context(Lab(hosts, f"{round(rate * 1000)}mbit"))
-        if tuning is not None:
-            tune(lab, tuning)
-            return
-        start = Starter(lab, stack.enter_context(tempfile.TemporaryDirectory()), stack)
-        found = list(libraries(start, chosen, torch, alone))
-        for name in sizes or SIZES:
-            nbytes = SIZES[name]
-            turns = rounds if nbytes > 1 << 20 else 5 * rounds
-            figures[name] = measure(lab, found, nbytes, turns)
-            show(name, figures[name], 2 * (hosts - 1) / hosts * nbytes, rate)
-    load = os.getloadavg()[0]
-    about = {
+    try:
+        if rounds < 1:
+            raise ValueError(f"--rounds must be at least 1, got {rounds}")
+        wanted = [_size(text) for text in sizes or SIZES]
+        for file in filter(None, (output, tuning)):
+            check_file(file)
+        with contextlib.ExitStack() as stack:
+            lab = stack.enter_context(Lab(hosts, f"{round(rate * 1000)}mbit"))
+            if tuning is not None:
+                tune(lab, tuning)
+                return
+            start = Starter(lab, stack.enter_context(tempfile.TemporaryDirectory()), stack)
+            try:
+                found = list(libraries(start, chosen, torch, alone))
+                about = _about(found, hosts, rate)
+                rich.print(about)
+                _sweep(lab, found, wanted, rounds, rate, about, output)
+            except Failed:
+                print(start.said(3000), file=sys.stderr)
+                raise
+    except (ValueError, RuntimeError, Unavailable) as error:
+        print(f"network.py: {error}", file=sys.stderr)
+        raise typer.Exit(2 if isinstance(error, ValueError) else 1) from None
+
+
+def _size(text: str) -> tuple[str, int]:
+    """A size as it is called, and its bytes."""
+    nbytes = read("--size", parse_size, text)
+    if nbytes < 4 or nbytes % 4:
+        raise ValueError(f"--size: floats take 4 bytes each, got {text!r}")
+    return text, nbytes
+
+
+def _about(found: Sequence[Library], hosts: int, rate: float) -> dict[str, Any]:
+    """What figures depend on."""
+    return {
         "date": datetime.date.today().isoformat(),
         "versions": [library.version for library in found],
         "machine": f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores",
-        "load": load,
+        "load": os.getloadavg()[0],
         "hosts": hosts,
         "rate": rate,
     }
-    rich.print(about)
-    if output:
-        output.write_text(json.dumps({**about, "figures": figures}, indent=1) + "\n")
+
+
+def _sweep(
+    lab: Lab,
+    found: Sequence[Library],
+    sizes: Sequence[tuple[str, int]],
+    rounds: int,
+    rate: float,
+    about: Mapping[str, Any],
+    output: pathlib.Path | None,
+) -> None:
+    """Measures at one size after the other, shows it, and writes what there is so far."""
+    figures = {}
+    for name, nbytes in sizes:
+        turns = rounds if nbytes > 1 << 20 else 5 * rounds
+        figures[name] = measure(lab, found, nbytes, turns)
+        hosts = len(lab.names)
+        show(name, figures[name], 2 * (hosts - 1) / hosts * nbytes, rate)
+        if output:
+            output.write_text(json.dumps({**about, "figures": figures}, indent=1) + "\n")
 
 
 def show(name: str, figures: dict[str, Any], volume: float, rate: float) -> None:

@@ -6,11 +6,13 @@ request. Imports only what its library brings, as that may be in another Python 
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import multiprocessing.connection
 import os
 import sys
 import time
+import traceback
 from collections.abc import Callable
 from typing import Any
 
@@ -110,21 +112,27 @@ LIBRARIES = {"jax": jax_cases, "torch": torch_cases, "mpi": mpi_cases}
 
 
 def serve(library: str, address: str) -> None:
-    """Does what the other end of a Unix socket asks for, until it is closed."""
+    """Does what the other end of a Unix socket asks for, until it is closed.
+
+    Every answer is a pair: what went wrong, or "", and what was asked for.
+    """
     with multiprocessing.connection.Client(address, "AF_UNIX") as peer:
         prepare, version = LIBRARIES[library]()
         peer.send((int(os.environ["RANK"]), version))
         prepared: dict[str, Prepared] = {}
-        while True:
-            try:
+        with contextlib.suppress(EOFError, BrokenPipeError):  # It is closed.
+            while True:
                 command, argument = peer.recv()
-            except EOFError:
-                return
-            if command == "prepare":
-                prepared = {case: prepare(case, argument[1]) for case in argument[0]}
-                peer.send(None)
-            else:
-                peer.send(timed(*prepared[argument]))
+                answer: tuple[str, Any] = "", None
+                try:
+                    if command == "prepare":
+                        prepared = {case: prepare(case, argument[1]) for case in argument[0]}
+                    else:
+                        answer = "", timed(*prepared[argument])
+                except Exception as error:  # Whatever it is, it is told where it was asked for.
+                    traceback.print_exc()
+                    answer = f"{type(error).__name__}: {error}", None
+                peer.send(answer)
 
 
 def timed(run: Call, meet: Call) -> float:

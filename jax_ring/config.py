@@ -20,8 +20,9 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import dataclasses
+import difflib
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from jax_ring import choose
@@ -131,15 +132,50 @@ settings, environment_error = _at_start()
 _current: contextvars.ContextVar[Settings] = contextvars.ContextVar("jax_ring", default=settings)
 
 
+# What else the environment may say: see `jax_ring.distributed`, and the table above.
+_OTHERS = ("coordinator", "processes", "process", "cuda")
+
+
+def unread(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """The variables that are named as if they were settings, which nothing reads.
+
+    Args:
+      environment: the variables, by default the process's.
+
+    Returns:
+      For each of them the most similar one that there is, or "".
+
+    Example:
+      >>> unread({"JAX_RING_ALGORTIHM": "ring", "JAX_RING_LINK": "auto", "JAX_RING_X": "1"})
+      {'JAX_RING_ALGORTIHM': 'JAX_RING_ALGORITHM', 'JAX_RING_X': ''}
+    """
+    fields = (field.name for field in dataclasses.fields(Settings))
+    known = [f"JAX_RING_{name.upper()}" for name in (*fields, *_OTHERS)]
+    return {
+        name: next(iter(difflib.get_close_matches(name, known, n=1, cutoff=0.8)), "")
+        for name in sorted(environment)
+        if name.startswith("JAX_RING_") and name not in known
+    }
+
+
 def current() -> Settings:
     """The settings in force where this is called.
 
     Raises:
       ValueError: naming a variable of the environment whose value is not allowed, and what is.
     """
-    if environment_error:
+    found = _current.get()
+    if environment_error and found is settings:
         raise ValueError(environment_error)
-    return _current.get()
+    return found
+
+
+def _without(changes: Iterable[str]) -> Settings:
+    """The settings in force, where it does not matter what the environment says of some of them."""
+    if not environment_error or _current.get() is not settings:
+        return _current.get()
+    replaced = {f"JAX_RING_{name.upper()}" for name in changes}
+    return Settings.from_environment({k: v for k, v in os.environ.items() if k not in replaced})
 
 
 @contextlib.contextmanager
@@ -160,7 +196,7 @@ def config(**changes: Any) -> Iterator[Settings]:
 
     Raises:
       TypeError: for a name that is no setting.
-      ValueError: for a value that is not allowed.
+      ValueError: for a value that is not allowed, here or in the variable of another setting.
 
     Example:
       >>> import jax_ring
@@ -168,7 +204,7 @@ def config(**changes: Any) -> Iterator[Settings]:
       ...     settings.unroll
       4
     """
-    token = _current.set(dataclasses.replace(current(), **changes))
+    token = _current.set(dataclasses.replace(_without(changes), **changes))
     try:
         yield _current.get()
     finally:

@@ -9,9 +9,11 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import importlib.metadata
+import json
 import os
 import pathlib
 import platform
+import statistics
 import subprocess
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -25,7 +27,7 @@ from jax_ring import _compat, choose, distributed, hosts, native
 from jax_ring.bench.measure import AXIS, Bench, Case, Rounds
 from jax_ring.bench.operands import Operands
 from jax_ring.bench.surroundings import ALLOCATOR, load, versions
-from jax_ring.config import current, environment_error, settings
+from jax_ring.config import current, environment_error, settings, unread
 from jax_ring.launch import MALLOC_TUNING
 from jax_ring.schedules import Kind
 from jax_ring.schedules.families import names
@@ -35,6 +37,8 @@ _ELEMENTS = 1003  # On each rank in the self-test: no multiple of any number of 
 _EMULATED = 4  # Ranks where there is only one device.
 _WIRES = ("bfloat16", "int8")
 _PROBE_MIB = 64
+_PATIENCE_S = 60.0  # How long a process waits for what the others found.
+_SET_RIGHT = "set it right, or unset it"
 _PACKAGES = ("jax-cuda13-plugin", "jax-cuda12-plugin", "nvidia-nccl-cu13", "nvidia-nccl-cu12")
 _DRIVER = pathlib.Path("/proc/driver/nvidia/version")
 _QUERY = ("nvidia-smi", "--query-gpu=name,driver_version,memory.total", "--format=csv,noheader")
@@ -117,17 +121,24 @@ class Diagnosis:
         }
 
 
+Progress = Callable[[str], None]
+
+
 def diagnose(
-    mesh: Callable[[], Mesh], progress: Callable[[str], None] = lambda what: None
+    mesh: Callable[[], Mesh],
+    progress: Progress = lambda what: None,
+    join: Callable[[], None] = lambda: None,
 ) -> Diagnosis:
-    """Looks at everything.
+    """Looks at everything. Over several processes all have to call it.
 
     Args:
       mesh: makes the mesh of one axis, `AXIS`, that is looked at; may start the JAX backend.
       progress: is told in a few words what comes next.
+      join: joins the other processes, if there are any, before the backend starts.
 
     Returns:
-      The report; nothing is raised for what is broken.
+      The report; nothing is raised for what is broken. The facts are those of this process; the
+      advice is that of all of them.
 
     Example:
       >>> diagnosis = diagnose(lambda: Mesh(jax.devices()[:2], AXIS))
@@ -142,26 +153,40 @@ def diagnose(
     facts["versions"] = _versions(advice)
     facts["native"] = _native(advice)
     facts["cuda"] = _cuda()
-    progress("devices")
     facts["settings"] = _settings(advice)
-    facts["processes"] = _processes(advice)
+    progress("processes")
+    facts["processes"] = _processes(advice, join)
     checks: tuple[Check, ...] = ()
+    if "error" not in facts["processes"]:
+        checks = _working(mesh, facts, advice, progress)
+    advice.sort(key=lambda one: not one.problem)
+    return Diagnosis(facts, checks, tuple(advice))
+
+
+def _working(
+    mesh: Callable[[], Mesh],
+    facts: dict[str, Mapping[str, Any]],
+    advice: list[Advice],
+    progress: Progress,
+) -> tuple[Check, ...]:
+    """Looks at the devices, adding to the facts and the advice, and tries the algorithms."""
+    progress("devices")
     try:
         found = mesh()
     except Exception as error:  # JAX has asserts there, too.
         facts["devices"] = {"error": _one_line(error)}
         advice.append(_no_devices(error))
-    else:
-        facts["devices"] = _devices(found, facts["cuda"], facts["native"], advice)
-        facts["topology"] = _topology(found, advice)
-        progress("allocator")
-        facts["allocator"] = _allocator(found, advice)
-        if not environment_error:
-            facts["tuning"] = _tuning(found, advice)
-            checks = tuple(self_test(found, progress))
-        advice += _of_checks(checks)
-    advice.sort(key=lambda one: not one.problem)
-    return Diagnosis(facts, checks, tuple(advice))
+        return ()
+    facts["devices"] = _devices(found, facts["cuda"], facts["native"], advice)
+    facts["topology"] = _topology(found, advice)
+    progress("allocator")
+    facts["allocator"] = _allocator(found, advice)
+    if not environment_error:
+        facts["tuning"] = _tuning(found, advice)
+    progress("what other processes found")
+    checks = tuple(self_test(found, progress)) if _all_can_start(advice) else ()
+    advice += _of_checks(checks)
+    return checks
 
 
 # --- what is installed ----------------------------------------------------------------------------
@@ -240,18 +265,24 @@ def _settings(advice: list[Advice]) -> dict[str, Any]:
         for name, value in sorted(os.environ.items())
         if name in wanted or name.startswith(prefixes)
     }
+    for name, similar in unread().items():
+        meant = f"did you mean {similar}?" if similar else "jax_ring.config lists those there are"
+        advice.append(Advice(False, f"nothing reads {name}={os.environ[name]}", meant))
     if environment_error:
-        advice.append(Advice(True, environment_error, "set it right, or unset it"))
+        advice.append(Advice(True, environment_error, _SET_RIGHT))
         return {"error": environment_error, "environment": variables}
     return {**dataclasses.asdict(current()), "environment": variables}
 
 
-def _processes(advice: list[Advice]) -> dict[str, Any]:
+def _processes(advice: list[Advice], join: Callable[[], None]) -> dict[str, Any]:
+    place = None
     try:
         place = distributed.find() if distributed.launched() else None
-    except ValueError as error:
-        advice.append(Advice(True, _one_line(error), "see docs/clusters.md"))
-        return {"error": _one_line(error)}
+        join()
+    except Exception as error:  # Of JAX, too.
+        what = "" if place is None else "the processes do not come together: "
+        advice.append(Advice(True, what + _one_line(error), "see docs/clusters.md"))
+        return {**({} if place is None else dataclasses.asdict(place)), "error": _one_line(error)}
     proxies = [
         n for n in ("http_proxy", "https_proxy", "HTTPS_PROXY", "grpc_proxy") if n in os.environ
     ]
@@ -369,20 +400,32 @@ def _allocator(mesh: Mesh, advice: list[Advice]) -> dict[str, Any]:
     found[f"page faults per call of {_PROBE_MIB} MiB"] = faults = _page_faults(_PROBE_MIB << 20)
     # A call whose memory was kept has next to none; huge pages would be of 2 MiB.
     if faults is not None and faults >= _PROBE_MIB // 4 and platform.libc_ver()[0] == "glibc":
-        variables = " ".join(f"{name}={value}" for name, value in MALLOC_TUNING.items())
         advice.append(
             Advice(
                 False,
                 f"each result of {_PROBE_MIB} MiB costs {faults:,.0f} page faults: large "
                 "collectives on CPU would gain from an allocator that keeps freed memory",
-                f"start with jax-ring run, which sets this, or set it yourself: {variables}",
+                _how_to_keep_memory(),
             )
         )
     return found
 
 
-def _page_faults(nbytes: int, calls: int = 5) -> float | None:
-    """Page faults of a call with a result of so many bytes, once memory could have been kept."""
+def _how_to_keep_memory() -> str:
+    wanted = " ".join(f"{name}={value}" for name, value in MALLOC_TUNING.items())
+    if all(name in os.environ for name in MALLOC_TUNING):
+        if preloaded := os.environ.get("LD_PRELOAD"):
+            return f"glibc is told to, but LD_PRELOAD={preloaded} may be another allocator"
+        return f"glibc is told to, perhaps with other values than jax-ring run has: {wanted}"
+    return f"start with jax-ring run, which sets this, or set it yourself: {wanted}"
+
+
+def _page_faults(nbytes: int, warmup: int = 16, calls: int = 5) -> float | None:
+    """Page faults of a call with a result of so many bytes, once memory could have been kept.
+
+    That takes up to a dozen calls, as results that live side by side lie where there is room. The
+    median: one of them may still not fit.
+    """
     try:
         import resource
     except ImportError:  # Not on Windows.
@@ -390,18 +433,54 @@ def _page_faults(nbytes: int, calls: int = 5) -> float | None:
     device = jax.local_devices()[0]
     x = jax.device_put(np.ones(nbytes // 4, np.float32), device)
     add = jax.jit(lambda v: v + 1)
-    for _ in range(calls):
+    faults = []
+    for _ in range(warmup + calls):
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
         jax.block_until_ready(add(x))
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-    for _ in range(calls):
-        jax.block_until_ready(add(x))
-    return (resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before) / calls
+        faults.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+    return statistics.median(faults[warmup:])
+
+
+def _all_can_start(advice: list[Advice]) -> bool:
+    """Adds what other processes advise, and says whether the self-test can start in all of them.
+
+    What several processes say is said once; what not all do, with the processes that do.
+    """
+    own = json.dumps([bool(environment_error), [dataclasses.asdict(one) for one in advice]])
+    try:
+        everyone = [
+            json.loads(text) for text in distributed._exchanged("diagnosis", own, _PATIENCE_S)
+        ]
+    except TimeoutError as error:
+        advice.append(Advice(True, _one_line(error), "see what that process prints"))
+        return False
+    said: dict[Advice, list[int]] = {}
+    for process, (_, theirs) in enumerate(everyone):
+        for one in (Advice(**fields) for fields in theirs):
+            alike = (known for known in said if known == one or _same_note(known, one))
+            said.setdefault(next(alike, one), []).append(process)
+    advice[:] = [
+        one
+        if len(processes) == len(everyone)
+        else dataclasses.replace(one, what=f"{_processes_named(processes)}: {one.what}")
+        for one, processes in said.items()
+    ]
+    return not any(wrong for wrong, _ in everyone)
+
+
+def _same_note(a: Advice, b: Advice) -> bool:
+    """Whether two processes say the same, perhaps with other figures."""
+    return not a.problem and not b.problem and a.step == b.step
+
+
+def _processes_named(processes: list[int]) -> str:
+    return f"process{'es' if len(processes) > 1 else ''} {', '.join(map(str, processes))}"
 
 
 # --- what works -----------------------------------------------------------------------------------
 
 
-def self_test(mesh: Mesh, progress: Callable[[str], None] = lambda what: None) -> Iterator[Check]:
+def self_test(mesh: Mesh, progress: Progress = lambda what: None) -> Iterator[Check]:
     """Runs every algorithm of every collective once, and over some wires, and asks NumPy.
 
     Where there is one device only, ranks are emulated on it by `jax.vmap`.

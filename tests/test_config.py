@@ -1,9 +1,11 @@
 import dataclasses
+import re
+import sys
 
 import pytest
 
 import jax_ring
-from jax_ring.config import Settings, current
+from jax_ring.config import Settings, current, unread
 
 
 def test_defaults():
@@ -75,3 +77,27 @@ def test_unknown_and_bad_settings():
         pass
     with pytest.raises(ValueError, match="native.*got 1"), jax_ring.config(native=1):
         pass
+
+
+def test_a_setting_may_stand_in_for_a_wrong_variable(monkeypatch):
+    module = sys.modules[jax_ring.config.__module__]
+    monkeypatch.setenv("JAX_RING_TUNING", "/no/such/file")
+    monkeypatch.setenv("JAX_RING_UNROLL", "7")
+    monkeypatch.setattr(module, "environment_error", "tuning")
+    with pytest.raises(ValueError, match="/no/such/file"), jax_ring.config(link="gloo"):
+        pass
+    with jax_ring.config(tuning=None), jax_ring.config(link="gloo"):
+        assert (current().tuning, current().unroll, current().link) == (None, 7, "gloo")
+    with pytest.raises(ValueError, match="tuning"):
+        current()
+
+
+def test_names_that_nothing_reads():
+    known = re.findall(r"^\| (JAX_RING_\w+)", sys.modules[jax_ring.config.__module__].__doc__, re.M)
+    known += re.findall(r"(JAX_RING_\w+)", jax_ring.distributed.__doc__)
+    assert len(known) >= 12
+    assert unread(dict.fromkeys(known, "1")) == {}
+    typos = {"JAX_RING_TUNNING": "1", "JAX_RING_PROCES": "2", "JAX_RING_COLOUR": "3"}
+    found = unread({**typos, "_JAX_RING_COMPLETE": "bash_source", "PATH": "/bin"})
+    assert found.pop("JAX_RING_PROCES") in ("JAX_RING_PROCESS", "JAX_RING_PROCESSES")
+    assert found == {"JAX_RING_TUNNING": "JAX_RING_TUNING", "JAX_RING_COLOUR": ""}

@@ -1,5 +1,6 @@
 """The diagnosis: facts, the self-test, and what follows from them."""
 
+import dataclasses
 import json
 import sys
 import types
@@ -12,7 +13,7 @@ from jax_ring import choose, doctor, native
 from jax_ring.bench.measure import AXIS
 from jax_ring.bench.operands import Operands
 from jax_ring.config import config
-from jax_ring.doctor import Check, diagnose, self_test
+from jax_ring.doctor import Advice, Check, diagnose, self_test
 from jax_ring.launch import MALLOC_TUNING
 from jax_ring.schedules import Kind
 from jax_ring.schedules.families import names
@@ -113,6 +114,13 @@ def test_page_faults_lead_to_allocator_settings(quick, monkeypatch):
     assert note.what.startswith("each result of 64 MiB costs 16,384 page faults")
     for name, value in MALLOC_TUNING.items():
         assert f"{name}={value}" in note.step
+    for name in MALLOC_TUNING:
+        monkeypatch.setenv(name, "1")
+    note = advice(diagnose(lambda: ranks(2)), "page faults")
+    assert note.step.startswith("glibc is told to, perhaps with other values than jax-ring run has")
+    monkeypatch.setenv("LD_PRELOAD", "libtcmalloc.so")
+    note = advice(diagnose(lambda: ranks(2)), "page faults")
+    assert "LD_PRELOAD=libtcmalloc.so" in note.step
     monkeypatch.setattr(doctor.platform, "libc_ver", lambda: ("", ""))
     assert not [one for one in diagnose(lambda: ranks(2)).advice if "faults" in one.what]
 
@@ -121,6 +129,17 @@ def test_page_faults_lead_to_allocator_settings(quick, monkeypatch):
 def test_page_faults_are_counted():
     # Results of one page are kept, whatever the allocator.
     assert doctor._page_faults(4096, calls=2) < 1024
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="counts faults of 4 KiB")
+def test_calls_before_memory_is_kept_do_not_count(monkeypatch):
+    of_calls = [9, 9, 9, 0, 0, 9, 0, 0]  # While it warms up, and once in between.
+    counts = iter(
+        [n for i, c in enumerate(of_calls) for n in (sum(of_calls[:i]), sum(of_calls[:i]) + c)]
+    )
+    usage = types.SimpleNamespace
+    monkeypatch.setattr("resource.getrusage", lambda who: usage(ru_minflt=next(counts)))
+    assert doctor._page_faults(4096, warmup=3, calls=5) == 0
 
 
 def test_one_cpu_device_is_told_how_to_get_more(quick):
@@ -152,7 +171,8 @@ def test_a_wrong_variable_is_a_problem_and_nothing_is_run(quick, monkeypatch):
     assert not found.healthy
     assert found.advice[0].what == found.facts["settings"]["error"] == wrong
     assert found.checks == ()
-    with pytest.raises(ValueError, match="JAX_RING_UNROLL"), config(unroll=1):
+    monkeypatch.setenv("JAX_RING_UNROLL", "0")
+    with pytest.raises(ValueError, match="JAX_RING_UNROLL"), config(link="cpu"):
         pass
 
 
@@ -161,6 +181,78 @@ def test_launchers_that_contradict_each_other_are_a_problem(quick, monkeypatch):
     found = diagnose(lambda: ranks(2))
     assert not found.healthy
     assert "PMI_SIZE is set, but PMI_RANK (PMI) is missing" in found.advice[0].what
+
+
+def test_processes_that_do_not_meet_are_no_lack_of_devices(quick, monkeypatch):
+    monkeypatch.setenv("JAX_RING_COORDINATOR", "localhost:1234")
+    monkeypatch.setenv("PMI_SIZE", "2")
+    monkeypatch.setenv("PMI_RANK", "0")
+
+    def join():
+        raise TimeoutError("of 2 processes [1] did not come within 60 s")
+
+    found = diagnose(lambda: pytest.fail("there is nothing to look at"), join=join)
+    (problem,) = (one for one in found.advice if one.problem)
+    assert problem.what == (
+        "the processes do not come together: of 2 processes [1] did not come within 60 s"
+    )
+    assert "clusters.md" in problem.step
+    assert (found.facts["processes"]["process"], found.checks) == (0, ())
+    assert found.facts["processes"]["error"] in problem.what
+    assert "devices" not in found.facts
+    assert json.loads(json.dumps(found.to_dict()))["healthy"] is False
+
+
+def other_processes_say(monkeypatch, *others):
+    """What process 1 and so on found: whether their environment is wrong, and what they advise."""
+    said = [
+        json.dumps([wrong, [dataclasses.asdict(one) for one in their]]) for wrong, their in others
+    ]
+    monkeypatch.setattr(doctor.distributed, "_exchanged", lambda what, own, _: [own, *said])
+
+
+def test_what_other_processes_find_is_told(quick, monkeypatch):
+    checks = [Check("all_reduce", "ring", 0)]
+    monkeypatch.setattr(doctor, "self_test", lambda mesh, progress: iter(checks))
+    own = advice(diagnose(lambda: ranks(2)), "default prices")
+    alike = Advice(False, "other figures", own.step)
+    broken = Advice(True, "the disk is full", "make room")
+    other_processes_say(monkeypatch, (False, [alike]), (False, [broken, own]), (False, [own]))
+    found = diagnose(lambda: ranks(2))
+    assert found.advice[0] == Advice(True, "process 2: the disk is full", "make room")
+    assert own in found.advice
+    assert not [one for one in found.advice if "other figures" in one.what]
+    assert (found.healthy, len(found.checks)) == (False, 1)
+    if rest := [one for one in found.advice[1:] if one != own]:  # Notes of this process alone.
+        assert all(one.what.startswith("process 0: ") for one in rest)
+
+
+def test_the_self_test_waits_for_a_right_environment_everywhere(quick, monkeypatch):
+    monkeypatch.setattr(doctor, "self_test", lambda mesh, progress: pytest.fail("it would hang"))
+    wrong = Advice(True, "JAX_RING_UNROLL must be an integer", "set it right, or unset it")
+    other_processes_say(monkeypatch, (True, [wrong]), (True, [wrong]))
+    found = diagnose(lambda: ranks(2))
+    assert found.advice[0].what == "processes 1, 2: JAX_RING_UNROLL must be an integer"
+    assert (found.healthy, found.checks) == (False, ())
+
+
+def test_a_process_that_says_nothing_is_a_problem(quick, monkeypatch):
+    def exchanged(*_):
+        raise TimeoutError("process 1 did not say its diagnosis within 60 s")
+
+    monkeypatch.setattr(doctor.distributed, "_exchanged", exchanged)
+    found = diagnose(lambda: ranks(2))
+    assert found.advice[0].what == "process 1 did not say its diagnosis within 60 s"
+    assert found.checks == ()
+
+
+def test_variables_that_nothing_reads_are_noted(quick, monkeypatch):
+    monkeypatch.setenv("JAX_RING_ALGORTIHM", "ring")
+    found = diagnose(lambda: ranks(2))
+    assert advice(found, "nothing reads JAX_RING_ALGORTIHM=ring").step == (
+        "did you mean JAX_RING_ALGORITHM?"
+    )
+    assert found.healthy
 
 
 def test_a_proxy_is_noted_where_there_are_processes(quick, monkeypatch):

@@ -61,7 +61,13 @@ class Checkpoints:
                 f"--resume needs a checkpoint, but --checkpoint-dir {config.checkpoint_dir} does "
                 "not exist; name the directory of an earlier run or leave out --resume"
             )
-        self._manager = ocp.CheckpointManager(directory, options=options)
+        try:
+            self._manager = ocp.CheckpointManager(directory, options=options)
+        except OSError as error:
+            raise ConfigError(
+                "--checkpoint-dir must be a directory that can be written, got "
+                f"{config.checkpoint_dir} ({error.strerror})"
+            ) from None
         self._check_latest()
 
     def _check_latest(self) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import os
 import time
 from typing import Any
 
@@ -11,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from rich.console import Console
@@ -175,6 +177,7 @@ def run(config: Config) -> int:
     """
     logging.getLogger("absl").setLevel(logging.ERROR)  # orbax tells about every checkpoint
     console = Console(quiet=not parallel.speaks())
+    make_output_dir(config)
     with Checkpoints(config) as checkpoints:
         setup = prepare(config)
         console.print(describe(setup))
@@ -192,6 +195,27 @@ def run(config: Config) -> int:
                 console.print(interrupted(trainer, checkpoints), soft_wrap=True)
                 return 130
             return finish(trainer, console)
+
+
+def make_output_dir(config: Config) -> None:
+    """Makes the directory in which the first process writes; if it cannot, none of them trains.
+
+    Raises:
+      ConfigError: if the directory cannot be written.
+    """
+    problem = ""
+    if parallel.speaks():
+        try:
+            config.output_dir.mkdir(parents=True, exist_ok=True)
+            if not os.access(config.output_dir, os.W_OK):
+                problem = "not writable"
+        except OSError as error:
+            problem = str(error.strerror)
+    if multihost_utils.broadcast_one_to_all(np.array(bool(problem))):
+        raise ConfigError(
+            f"--output-dir must be a directory that process 0 can write, got {config.output_dir}"
+            f"{problem and f' ({problem})'}"
+        )
 
 
 def prepare(config: Config) -> Setup:
@@ -371,7 +395,6 @@ def write_outputs(
 ) -> None:
     """Writes loss.png and metrics.json into the output directory."""
     config = trainer.setup.config
-    config.output_dir.mkdir(parents=True, exist_ok=True)
     title = f"Data-parallel training on {config.devices} ranks, gradients by {config.collective}"
     report.plot_losses(config.output_dir / "loss.png", trainer.history, unigram, title)
     report.write_metrics(

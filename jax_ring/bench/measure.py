@@ -159,6 +159,19 @@ def elements(kind: Kind, nbytes: int, itemsize: int, ranks: int) -> int:
     return block if kind is Kind.ALL_GATHER else block * ranks
 
 
+def distinct(kind: Kind, sizes: Sequence[int], itemsize: int, ranks: int) -> list[int]:
+    """The sizes without those that come to as many elements as one before.
+
+    Example:
+      >>> distinct(Kind.ALL_REDUCE, [1, 2, 4, 7, 8], 4, 2)
+      [1, 8]
+    """
+    found: dict[int, int] = {}
+    for nbytes in sizes:
+        found.setdefault(elements(kind, nbytes, itemsize, ranks), nbytes)
+    return list(found.values())
+
+
 @dataclasses.dataclass(frozen=True)
 class Rounds:
     """How often things are done.
@@ -385,14 +398,17 @@ class Bench:
         Args:
           cases: as `measure`.
           sizes: bytes of the larger buffer of a rank.
-          folder: where the profiles go, one for each size, for TensorBoard, XProf or Perfetto.
+          folder: where the profiles go, one for each size, and of several processes for each of
+            them, for TensorBoard, XProf or Perfetto.
           calls: how many of each, named after the case and the size.
         """
+        # Of a host JAX keeps one profile in a folder.
+        own = f"process{jax.process_index()}" if self._processes > 1 else ""
         for nbytes in sizes:
             count = elements(self.operands.kind, nbytes, self.dtype.itemsize, self.ranks)
             programs = {case: self.compiled(case, count, donate=False) for case in cases}
             x = self.operand(count)
-            with jax.profiler.trace(str(folder / f"{nbytes}B")):
+            with jax.profiler.trace(str(folder / f"{nbytes}B" / own)):
                 for case, program in programs.items():
                     for _ in range(calls):
                         with jax.profiler.TraceAnnotation(f"{case.name} {nbytes} B"):

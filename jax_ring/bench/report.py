@@ -69,9 +69,11 @@ class Report:
         return statistics.fmean(found) if found else 0.0
 
     @property
-    def wrong(self) -> int:
-        """Wrong elements of all measurements."""
-        return sum(timing.wrong or 0 for m in self.measurements for timing in m.timings)
+    def wrong(self) -> int | None:
+        """Wrong elements of all measurements; None if nothing was checked."""
+        timings = [timing for m in self.measurements for timing in m.timings]
+        checked = [timing.wrong for timing in timings if timing.wrong is not None]
+        return sum(checked) if checked else None
 
     def ratio(self, measured: Measurement, half: str = "out_of_place") -> float | None:
         """Time by that of the first case: the median over the rounds of the ratio within a round.
@@ -265,8 +267,11 @@ def summary(report: Report) -> list[str]:
                 if m.case == case and (ratio := report.ratio(m)) is not None
             ]
             lines.append(f"# time / {base}, out-of-place, {case.name}: {', '.join(ratios)}")
-    state = "OK" if report.wrong == 0 else "FAILED"
-    lines.append(f"# Out of bounds values : {report.wrong} {state}")
+    if report.wrong is None:
+        lines.append("# Out of bounds values : N/A, nothing was checked")
+    else:
+        state = "FAILED" if report.wrong else "OK"
+        lines.append(f"# Out of bounds values : {report.wrong} {state}")
     for case in report.cases:
         name = f" ({case.name})" if len(report.cases) > 1 else ""
         lines.append(f"# Avg bus bandwidth{name} : {report.average_busbw(case.name):.4g}")

@@ -11,7 +11,7 @@ import typer
 import jax_ring
 from jax_ring.cli.bench import bench
 from jax_ring.cli.doctor import doctor
-from jax_ring.cli.mistakes import INTERRUPTED, MISTAKEN
+from jax_ring.cli.mistakes import INTERRUPTED, MISTAKEN, Guarded, GuardedGroup
 from jax_ring.cli.plan import plan
 from jax_ring.cli.run import run
 from jax_ring.cli.show import show
@@ -24,7 +24,7 @@ def _tell_version(wanted: bool) -> None:
         raise typer.Exit
 
 
-app = typer.Typer(pretty_exceptions_enable=False, rich_markup_mode=None)
+app = typer.Typer(cls=GuardedGroup, pretty_exceptions_enable=False, rich_markup_mode=None)
 
 
 @app.callback()
@@ -47,7 +47,7 @@ def _jax_ring(
     \b
     Exit status:
       0    all is well
-      1    a result is wrong, a self-test or a device failed
+      1    a result is wrong, a self-test or a device failed, memory ran out
       2    a mistake in the command line or in the environment
       130  interrupted
       141  nobody reads the output any more
@@ -55,12 +55,8 @@ def _jax_ring(
     """  # noqa: D301  (\b keeps the lines apart in the help.)
 
 
-app.command()(bench)
-app.command()(doctor)
-app.command()(plan)
-app.command()(run)
-app.command()(show)
-app.command()(tune)
+for _command in (bench, doctor, plan, run, show, tune):
+    app.command(cls=Guarded)(_command)
 
 # The base of all errors of usage. It belongs to click, which newer versions of typer contain.
 _UsageError: Any = typer.BadParameter.__mro__[1]

@@ -3,29 +3,31 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import pathlib
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Annotated, Any
 
 import jax
 import typer
 from rich import box
-from rich.console import Console, Group
+from rich.console import Group
 from rich.live import Live
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from jax_ring import wire as wires
 from jax_ring.bench import report as reports
-from jax_ring.bench.measure import Bench, Case, Rounds, sweep
+from jax_ring.bench.measure import Bench, Case, Rounds, distinct, sweep
 from jax_ring.bench.operands import OPS, Operands
 from jax_ring.bench.report import Report
 from jax_ring.bench.surroundings import load, surroundings
 from jax_ring.cli import completion
-from jax_ring.cli.devices import Devices, all_ranks, is_first_process
-from jax_ring.cli.mistakes import FAILED, mistakes_of_the_user, read
+from jax_ring.cli.devices import Devices, all_ranks, by_first_process, is_first_process
+from jax_ring.cli.files import check_file, check_folder
+from jax_ring.cli.mistakes import FAILED, read
 from jax_ring.cli.sizes import sizes_from
+from jax_ring.cli.terminal import Output, is_terminal
 from jax_ring.cli.units import format_size, parse_dtype
 from jax_ring.schedules import Kind
 from jax_ring.schedules.draw import check_plot
@@ -100,7 +102,8 @@ def bench(
     Each result is compared with float64: the operands are whole numbers whose sums are exact in any
     order. The exit status is 1 if one is wrong.
 
-    Several processes measure together if they are started by jax-ring run, mpirun or srun.
+    Several processes measure together if they are started by jax-ring run, mpirun or srun. The
+    first of them prints, and writes the files, after each size.
 
     \b
     Examples:
@@ -110,24 +113,26 @@ def bench(
       jax-ring bench --collective reduce_scatter -b 64K -e 64M -n 50 --json result.json
       jax-ring run -n 4 -- jax-ring bench -b 16K -e 16M --compare psum,ring
     """  # noqa: D301  (\b keeps the lines apart in the help.)
-    with mistakes_of_the_user("bench"):
-        name, itemsize = read("--datatype", parse_dtype, dtype)
-        _check_dtype(name)
-        sizes = sizes_from(begin, end, factor, step)
-        rounds = _rounds(iters, warmup, together, check)
-        cases = _cases(collective, algorithm, wire, compare)
-        op = "mean" if op == "avg" else op
-        _check_files(sizes, json_file, csv_file, plot)
-        with _64_bits(itemsize):
-            mesh = all_ranks(devices)
-            formats = tuple(dict.fromkeys(case.wire for case in cases))
-            operands = Operands(collective, op, name, mesh.size, formats)
-            report = Report(collective, op, name, mesh.size, cases, surroundings())
-            measured = _measure(Bench(mesh, operands), report, sizes, rounds)
+    name, itemsize = read("--datatype", parse_dtype, dtype)
+    _check_dtype(name)
+    sizes = sizes_from(begin, end, factor, step)
+    rounds = _rounds(iters, warmup, together, check)
+    cases = _cases(collective, algorithm, wire, compare)
+    op = "mean" if op == "avg" else op
+    files = Files(json_file, csv_file, plot, trace)
+    with _64_bits(itemsize):
+        mesh = all_ranks(devices)
+        sizes = distinct(collective, sizes, itemsize, mesh.size)
+        by_first_process(lambda: files.check(len(sizes)))
+        formats = tuple(dict.fromkeys(case.wire for case in cases))
+        bench_ = Bench(mesh, Operands(collective, op, name, mesh.size, formats))
+        report = Report(collective, op, name, mesh.size, cases, surroundings())
+        try:
+            _measure(bench_, report, sizes, rounds, files)
             if trace is not None:
-                measured.trace(cases, sizes, trace, calls=_TRACED_CALLS)
-        if is_first_process():
-            _write(report, json_file, csv_file, plot)
+                bench_.trace(cases, sizes, trace, calls=_TRACED_CALLS)
+        finally:  # An interrupt or a size that is too large leaves what was measured before.
+            files.finish(report)
     if report.wrong:
         raise typer.Exit(FAILED)
 
@@ -161,22 +166,6 @@ def _cases(kind: Kind, algorithm: str | None, wire: str | None, compare: str | N
     return cases
 
 
-def _check_files(
-    sizes: Sequence[int],
-    json_file: pathlib.Path | None,
-    csv_file: pathlib.Path | None,
-    plot: pathlib.Path | None,
-) -> None:
-    """Says before everything is measured that it could not be written."""
-    for path in (json_file, csv_file, plot):
-        if path is not None and not path.absolute().parent.is_dir():
-            raise ValueError(f"{path}: there is no folder {path.parent}")
-    if plot is not None:
-        check_plot(plot)
-        if len(sizes) < 2:
-            raise ValueError("--plot needs at least two sizes")
-
-
 def _64_bits(itemsize: int) -> contextlib.AbstractContextManager[Any]:
     """JAX holds elements of 8 bytes only where it is told to."""
     return jax.enable_x64(True) if itemsize == 8 else contextlib.nullcontext()
@@ -185,8 +174,69 @@ def _64_bits(itemsize: int) -> contextlib.AbstractContextManager[Any]:
 # --- measuring and telling ------------------------------------------------------------------------
 
 
-def _measure(bench: Bench, report: Report, sizes: Sequence[int], rounds: Rounds) -> Bench:
-    """Fills the report, showing it as it grows."""
+@dataclasses.dataclass(frozen=True)
+class Files:
+    """What the first process writes.
+
+    Attributes:
+      json: everything; written anew after each size.
+      csv: the table; likewise.
+      plot: the picture, in the end.
+      trace: the folder of the profile.
+    """
+
+    json: pathlib.Path | None
+    csv: pathlib.Path | None
+    plot: pathlib.Path | None
+    trace: pathlib.Path | None
+
+    def check(self, sizes: int) -> None:
+        """Says before anything is measured that it could not be written.
+
+        Args:
+          sizes: how many there are.
+
+        Raises:
+          ValueError: naming the path, and why.
+          ImportError: if there is nothing to plot with.
+        """
+        for path in filter(None, (self.json, self.csv, self.plot)):
+            check_file(path)
+        if self.trace is not None:
+            check_folder(self.trace)
+        if self.plot is not None:
+            check_plot(self.plot)
+            if sizes < 2:
+                raise ValueError("--plot needs at least two sizes that differ in elements")
+
+    def grow(self, report: Report, *, last: bool = False) -> None:
+        """Writes what there is so far; what is no file, as a pipe, in the end only."""
+        if not is_first_process():
+            return
+        if self.json is not None and (last or _is_file(self.json)):
+            report.write_json(self.json)
+        if self.csv is not None and (last or _is_file(self.csv)):
+            report.write_csv(self.csv)
+
+    def finish(self, report: Report) -> None:
+        """Writes everything."""
+        if not report.measurements or not is_first_process():
+            return
+        self.grow(report, last=True)
+        if self.plot is not None and len({m.nbytes for m in report.measurements}) > 1:
+            report.plot(self.plot)
+            smallest = format_size(report.measurements[0].nbytes)
+            typer.echo(f"# {self.plot}: busbw of {smallest} and more")
+
+
+def _is_file(path: pathlib.Path) -> bool:
+    return path.is_file() or not path.exists()
+
+
+def _measure(
+    bench: Bench, report: Report, sizes: Sequence[int], rounds: Rounds, files: Files
+) -> None:
+    """Fills the report and the files, showing it as it grows."""
     in_both = report.kind is Kind.ALL_REDUCE
     compiling = len(report.cases) * (2 if in_both else 1)
     steps = len(sizes) * (compiling + rounds.warmup + rounds.iters)
@@ -195,9 +245,9 @@ def _measure(bench: Bench, report: Report, sizes: Sequence[int], rounds: Rounds)
             for measurement in sweep(bench, report.cases, sizes, rounds, progress):
                 report.measurements.append(measurement)
                 measured()
+                files.grow(report)
         except (TypeError, NotImplementedError) as error:
             raise ValueError(str(error)) from error
-    return bench
 
 
 Told = tuple[Callable[[str], None], Callable[[], None]]
@@ -205,7 +255,7 @@ Told = tuple[Callable[[str], None], Callable[[], None]]
 
 @contextlib.contextmanager
 def _shown(report: Report, steps: int) -> Iterator[Told]:
-    """Shows a report: in a terminal as a live table, else line by line as nccl-tests does.
+    """Shows a report: in a wide terminal as a live table, else line by line as nccl-tests does.
 
     Yields:
       What to call before each step of the work, and after each measurement.
@@ -214,19 +264,14 @@ def _shown(report: Report, steps: int) -> Iterator[Told]:
         yield lambda what: None, lambda: None
         return
     typer.echo("\n".join(_introduction(report)))
-    if sys.stdout.isatty():
+    if is_terminal() and Output().width >= max(map(len, reports.header())):
         with _live(report, steps) as told:
             yield told
     else:
         typer.echo("\n".join(reports.header()))
-        yield lambda what: None, lambda: _echo(reports.line(report, report.measurements[-1]))
+        yield lambda what: None, lambda: typer.echo(reports.line(report, report.measurements[-1]))
     typer.echo("\n".join(reports.summary(report)))
     typer.echo(f"# load after: {load()}")
-
-
-def _echo(text: str) -> None:
-    typer.echo(text)
-    sys.stdout.flush()  # For who reads a pipe.
 
 
 def _introduction(report: Report) -> list[str]:
@@ -253,7 +298,7 @@ def _live(report: Report, steps: int) -> Iterator[Told]:
     def view() -> Any:
         return Group(_table(report), bar) if not bar.finished else _table(report)
 
-    with Live(get_renderable=view, console=Console(), refresh_per_second=4):
+    with Live(get_renderable=view, console=Output(), refresh_per_second=4):
         yield lambda what: bar.update(task, advance=1, description=what), lambda: None
 
 
@@ -269,18 +314,3 @@ def _table(report: Report) -> Table:
         wrong = any(timing.wrong for timing in measured.timings)
         table.add_row(*reports.cells(report, measured), style="bold red" if wrong else None)
     return table
-
-
-def _write(
-    report: Report,
-    json_file: pathlib.Path | None,
-    csv_file: pathlib.Path | None,
-    plot: pathlib.Path | None,
-) -> None:
-    if json_file is not None:
-        report.write_json(json_file)
-    if csv_file is not None:
-        report.write_csv(csv_file)
-    if plot is not None:
-        report.plot(plot)
-        typer.echo(f"# {plot}: busbw of {format_size(report.measurements[0].nbytes)} and more")

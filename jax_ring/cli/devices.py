@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from typing import Annotated
 
 import jax
@@ -12,6 +13,8 @@ from jax.sharding import Mesh
 from jax_ring import distributed
 from jax_ring.bench.measure import AXIS
 from jax_ring.launch import DEVICE_COUNT
+
+_PATIENCE_S = 60.0  # How long processes wait for each other before they measure.
 
 Devices = Annotated[
     int | None,
@@ -36,9 +39,7 @@ def all_ranks(devices: int | None) -> Mesh:
       >>> all_ranks(None).size
       8
     """
-    if devices is not None:
-        _ask_for(devices)
-    join_processes()
+    join(devices)
     everywhere = _started()
     chosen = []
     for process in range(jax.process_count()):
@@ -62,20 +63,26 @@ def _started() -> list[jax.Device]:
         raise ValueError(f"JAX does not start ({why}); jax-ring doctor says more") from error
 
 
-def _ask_for(devices: int) -> None:
-    """Sets the number of CPU devices, which counts if JAX has not started yet."""
-    if devices < 1:
+def check_devices(devices: int | None) -> None:
+    """Rejects what no number of devices is."""
+    if devices is not None and devices < 1:
         raise ValueError(f"--devices must be at least 1, got {devices}")
-    flag = f"{DEVICE_COUNT}={devices}"  # The last of two like flags counts.
-    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flag}".strip()
 
 
-def join_processes() -> None:
+def join(devices: int | None) -> None:
     """Joins the processes that were started together, if there are others.
+
+    Args:
+      devices: as `all_ranks`; asked for before, which counts if JAX has not started yet.
 
     Raises:
       ValueError: if they do not come together, saying why.
     """
+    check_devices(devices)
+    flag = f"{DEVICE_COUNT}={devices}"
+    if devices is not None and flag not in os.environ.get("XLA_FLAGS", "").split()[-1:]:
+        # The last of two like flags counts.
+        os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flag}".strip()
     if jax.distributed.is_initialized() or not distributed.launched():
         return
     try:
@@ -85,5 +92,29 @@ def join_processes() -> None:
 
 
 def is_first_process() -> bool:
-    """Whether this process is the one that prints and writes files."""
+    """Whether this process is the one that prints and writes files. Starts the backend."""
     return jax.process_index() == 0
+
+
+def by_first_process(check: Callable[[], None]) -> None:
+    """Has the first process check what only it needs; all must call this, and all fail with it.
+
+    Raises:
+      ValueError: with what the check raised there.
+      TimeoutError: if a process does not call.
+
+    Example:
+      >>> by_first_process(lambda: os.stat("/nowhere"))
+      Traceback (most recent call last):
+      ...
+      ValueError: [Errno 2] No such file or directory: '/nowhere'
+    """
+    problem = ""
+    if is_first_process():
+        try:
+            check()
+        except (ValueError, ImportError, OSError) as error:
+            problem = str(error)
+    problem = distributed._exchanged("checks", problem, _PATIENCE_S)[0]
+    if problem:
+        raise ValueError(problem)

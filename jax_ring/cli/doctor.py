@@ -9,8 +9,8 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from jax_ring.cli.devices import Devices, all_ranks, is_first_process
-from jax_ring.cli.mistakes import FAILED, mistakes_of_the_user
+from jax_ring.cli.devices import Devices, all_ranks, check_devices, is_first_process, join
+from jax_ring.cli.mistakes import FAILED
 from jax_ring.doctor import Diagnosis, diagnose
 
 
@@ -20,7 +20,9 @@ def doctor(
 ) -> None:
     """Says what is installed, what works, and what to do.
 
-    Every algorithm is run once on the devices, and its result compared with NumPy.
+    Every algorithm is run once on the devices, and its result compared with NumPy. Over several
+    processes the first prints its facts, and what any of them advises; a process that does not come
+    so far prints what it has.
 
     The exit status is 1 if something is broken. A GPU, a native module or a tuning file that is not
     there is no failure: it is said what it would bring.
@@ -32,12 +34,11 @@ def doctor(
       jax-ring doctor --json > report.json
       jax-ring run -n 2 -- jax-ring doctor
     """  # noqa: D301  (\b keeps the lines apart in the help.)
-    with mistakes_of_the_user("doctor"):
-        if devices is not None and devices < 1:
-            raise ValueError(f"--devices must be at least 1, got {devices}")
-        with Console(stderr=True).status("starting") as status:
-            diagnosis = diagnose(lambda: all_ranks(devices), status.update)
-    if "error" in diagnosis.facts["devices"] or is_first_process():
+    check_devices(devices)
+    with Console(stderr=True).status("starting") as status:
+        diagnosis = diagnose(lambda: all_ranks(devices), status.update, lambda: join(devices))
+    alone = "devices" not in diagnosis.facts or "error" in diagnosis.facts["devices"]
+    if alone or is_first_process():
         typer.echo(json.dumps(diagnosis.to_dict(), indent=2) if as_json else _text(diagnosis))
     if not diagnosis.healthy:
         raise typer.Exit(FAILED)
@@ -47,7 +48,7 @@ def _text(diagnosis: Diagnosis) -> str:
     lines = []
     for section, facts in diagnosis.facts.items():
         lines += [section, *(_indented(facts) or ["  nothing"]), ""]
-    lines.append("self-test against NumPy")
+    lines += ["self-test against NumPy", *([] if diagnosis.checks else ["  not run"])]
     for check in diagnosis.checks:
         state = "ok" if check.passed else check.error or f"WRONG: {check.wrong} elements"
         lines.append(f"  {check.collective:14} {check.algorithm:20} {state}")

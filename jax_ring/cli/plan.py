@@ -7,16 +7,15 @@ import json
 import math
 import pathlib
 import re
-import sys
 from collections.abc import Callable, Sequence
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
 from jax_ring.cli import completion
-from jax_ring.cli.mistakes import check_ranks, mistakes_of_the_user, read
+from jax_ring.cli.mistakes import check_ranks, read
+from jax_ring.cli.terminal import Output
 from jax_ring.cli.units import (
     format_bandwidth,
     format_seconds,
@@ -94,29 +93,28 @@ def plan(
       jax-ring plan -n 64 --size 1GB --topology cluster.json --straggler 3:2ms
       jax-ring plan -n 64 --size 1GB --bandwidth 100Gbit/s --plot times.png
     """  # noqa: D301  (\b keeps the lines apart in the help.)
-    with mistakes_of_the_user("plan"):
-        check_ranks(ranks)
-        name, itemsize = read("--dtype", parse_dtype, dtype)
-        if wire is not None and "float" not in name:
-            raise ValueError(f"--wire {wire} is for floats, such as --dtype bf16, got {dtype!r}")
-        nbytes = read("--size", parse_size, size)
-        cluster = get(topology, ranks) if topology else None
-        planner = Planner(
-            ranks,
-            kind=kind,
-            alpha=_alpha(alpha, cluster),
-            bandwidth=_bandwidth(bandwidth, cluster),
-            topology=cluster,
-            itemsize=itemsize,
-            wire=wire,
-            stragglers=_by_rank("--straggler", straggler, parse_seconds, ranks),
-            slowdowns=_by_rank("--slow", slow, parse_factor, ranks),
-            gamma=_gamma(reduce_bandwidth),
-        )
-        result = planner.plan(nbytes)
-        where = cluster.name if cluster else f"{ranks} ranks"
-        if plot is not None:
-            _draw(planner, nbytes, plot, f"{kind.value}, {where}")
+    check_ranks(ranks)
+    name, itemsize = read("--dtype", parse_dtype, dtype)
+    if wire is not None and "float" not in name:
+        raise ValueError(f"--wire {wire} is for floats, such as --dtype bf16, got {dtype!r}")
+    nbytes = read("--size", parse_size, size)
+    cluster = get(topology, ranks) if topology else None
+    planner = Planner(
+        ranks,
+        kind=kind,
+        alpha=_alpha(alpha, cluster),
+        bandwidth=_bandwidth(bandwidth, cluster),
+        topology=cluster,
+        itemsize=itemsize,
+        wire=wire,
+        stragglers=_by_rank("--straggler", straggler, parse_seconds, ranks),
+        slowdowns=_by_rank("--slow", slow, parse_factor, ranks),
+        gamma=_gamma(reduce_bandwidth),
+    )
+    result = planner.plan(nbytes)
+    where = cluster.name if cluster else f"{ranks} ranks"
+    if plot is not None:
+        _draw(planner, nbytes, plot, f"{kind.value}, {where}")
     title = f"{kind.value} of {format_size(nbytes)} ({name}{f' as {wire}' if wire else ''})"
     if as_json:
         settings = {"dtype": name, "kind": kind.value, "wire": wire, "topology": topology}
@@ -188,12 +186,12 @@ def _print(result: Plan, title: str) -> None:
             cells.insert(0, format_seconds(p.simulated_seconds))
             cells.append(f"{p.busiest_link}, {p.utilisation:.0%} busy" if p.busiest_link else "-")
         table.add_row(p.name, *cells)
-    console = Console(width=None if sys.stdout.isatty() else _WIDTH)
+    console = Output(_WIDTH)
     console.print(table)
     for skipped in result.skipped:
-        console.print(f"skipped {skipped.name}: {skipped.reason}", highlight=False)
+        console.print(f"skipped {skipped.name}: {skipped.reason}")
     model = f"{format_seconds(result.alpha)} per message, {format_bandwidth(result.bandwidth)}"
-    console.print(f"model: {model}", highlight=False)
+    console.print(f"model: {model}")
 
 
 def _draw(planner: Planner, nbytes: int, path: pathlib.Path, title: str) -> None:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pathlib
 import shutil
-import sys
 from typing import Annotated
 
 import typer
 
 from jax_ring.cli import completion
-from jax_ring.cli.mistakes import check_ranks, mistakes_of_the_user
+from jax_ring.cli.mistakes import check_ranks
+from jax_ring.cli.terminal import is_terminal
 from jax_ring.schedules import Kind, Schedule, hierarchical, ring
 from jax_ring.schedules.draw import draw, draw_text
 from jax_ring.schedules.families import make, names
@@ -48,14 +48,13 @@ def show(
       jax-ring show ring -n 4 --channels 2 -o ring.svg
       jax-ring show hierarchical -n 8 --inner 4 -o hierarchical.png
     """  # noqa: D301  (\b keeps the lines apart in the help.)
-    with mistakes_of_the_user("show"):
-        check_ranks(ranks)
-        schedule = _schedule(algorithm, kind, ranks, channels, inner)
-        if output is not None:
-            draw(schedule, output)
-            return
-        width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
-        typer.echo(draw_text(schedule, width=width))
+    check_ranks(ranks)
+    schedule = _schedule(algorithm, kind, ranks, channels, inner)
+    if output is not None:
+        draw(schedule, output)
+        return
+    width = shutil.get_terminal_size().columns if is_terminal() else None
+    typer.echo(draw_text(schedule, width=width))
 
 
 def _schedule(algorithm: str, kind: Kind, ranks: int, channels: int, inner: int | None) -> Schedule:

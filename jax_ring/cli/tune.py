@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
 import pathlib
-import sys
 from collections.abc import Callable, Sequence
 from typing import Annotated
 
@@ -13,14 +13,18 @@ from rich.console import Console
 from rich.table import Table
 
 from jax_ring import choose
-from jax_ring.bench.measure import Rounds
+from jax_ring.bench.measure import Rounds, distinct
 from jax_ring.bench.surroundings import load, surroundings
 from jax_ring.bench.tune import Level, Verdict, level, levels_of, merged, to_dict, verify
-from jax_ring.cli.devices import Devices, all_ranks, is_first_process
-from jax_ring.cli.mistakes import mistakes_of_the_user
+from jax_ring.cli.devices import Devices, all_ranks, by_first_process, is_first_process
+from jax_ring.cli.files import check_file
 from jax_ring.cli.sizes import sizes_from
+from jax_ring.cli.terminal import Output
 from jax_ring.cli.units import format_seconds, format_size
+from jax_ring.config import config
+from jax_ring.schedules import Kind
 
+_ITEMSIZE = 4  # Of what is measured.
 _WIDTH = 120  # Of a table that is not shown on a terminal.
 
 
@@ -49,7 +53,8 @@ def tune(
     them. The prices per step and per byte follow by least squares. Then "auto" is measured with
     them, in turns with all algorithms. Other links in an existing file are kept.
 
-    Set JAX_RING_TUNING to the file, the same one on all hosts. Measure with the processes, hosts
+    Set JAX_RING_TUNING to the file afterwards, the same one on all hosts; here it counts for
+    nothing. Only the first process needs the folder of the file. Measure with the processes, hosts
     and devices that you will use, and while nothing else runs on them.
 
     \b
@@ -59,27 +64,27 @@ def tune(
       srun jax-ring tune -o /shared/tuning.json -e 256M
       JAX_RING_TUNING=tuning.json jax-ring bench --devices 8 --compare auto,ring
     """  # noqa: D301  (\b keeps the lines apart in the help.)
-    with mistakes_of_the_user("tune"):
-        sizes = sizes_from(begin, end, factor)
-        if len(sizes) < 2:
-            raise ValueError(f"at least two sizes are needed, got {begin} to {end}")
-        if iters < 1 or warmup < 0:
-            raise ValueError(f"-n must be at least 1 and -w at least 0, got {iters} and {warmup}")
-        if not output.absolute().parent.is_dir():
-            raise ValueError(f"{output}: there is no folder {output.parent}")
+    sizes = distinct(Kind.ALL_REDUCE, sizes_from(begin, end, factor), _ITEMSIZE, ranks=1)
+    if len(sizes) < 2:
+        raise ValueError(
+            f"at least two sizes are needed, but -b {begin} -e {end} -f {factor:g} makes only one"
+        )
+    if iters < 1 or warmup < 0:
+        raise ValueError(f"-n must be at least 1 and -w at least 0, got {iters} and {warmup}")
+    with config(tuning=None):  # It may be the one that is to be made.
         mesh = all_ranks(devices)
-        kept = merged(output, {})
+        by_first_process(lambda: _check(output))
         rounds = Rounds(iters, warmup)
         with Console(stderr=True, quiet=not is_first_process()).status("starting") as status:
             levels = [
                 level(part, name, sizes, rounds, _labelled(status.update, name))
                 for name, part in levels_of(mesh).items()
             ]
-            links = kept | {one.name: one.link for one in levels}
+            links = {one.name: one.link for one in levels}
             say = _labelled(status.update, "auto")
             verdicts = verify(mesh, links, sizes, rounds, say) if check else []
         if is_first_process():
-            choose.save_tuning(output, links)
+            choose.save_tuning(output, merged(output, links))
     if not is_first_process():
         return
     if as_json:
@@ -89,12 +94,20 @@ def tune(
         _print(levels, verdicts, output)
 
 
+def _check(output: pathlib.Path) -> None:
+    """Says before anything is measured that the file could not be written, or is another's."""
+    check_file(output)
+    if not os.access(output.absolute().parent, os.W_OK):  # Made there, and then moved.
+        raise ValueError(f"{output}: nothing may be written into its folder")
+    merged(output, {})
+
+
 def _labelled(update: Callable[[str], None], label: str) -> Callable[[str], None]:
     return lambda what: update(f"{label}: {what}")
 
 
 def _print(levels: Sequence[Level], verdicts: Sequence[Verdict], output: pathlib.Path) -> None:
-    console = Console(width=None if sys.stdout.isatty() else _WIDTH, highlight=False)
+    console = Output(_WIDTH)
     for one in levels:
         console.print(_table(one))
         console.print(_prices(one))

@@ -1,5 +1,6 @@
 """The one roof: help, version, completion, statuses, and the command lines of the document."""
 
+import io
 import pathlib
 import re
 import shlex
@@ -137,6 +138,67 @@ def test_the_module_is_the_command():
     result = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert (result.returncode, result.stdout) == (2, "")
     assert result.stderr == "jax-ring show: --ranks must be at least 1, got 0\n"
+
+
+def test_memory_that_ends_is_one_line_and_a_status(monkeypatch):
+    def full(*_, **__):
+        raise MemoryError
+
+    monkeypatch.setattr(sys.modules["jax_ring.cli.bench"], "all_ranks", full)
+    result = CliRunner().invoke(app, ["bench"])
+    assert (result.exit_code, result.stderr) == (1, "jax-ring bench: no memory is left\n")
+
+
+class Unwritable(io.StringIO):
+    """Buffers what is written, as a pipe or a file does, and then cannot write it."""
+
+    def __init__(self, error):
+        super().__init__()
+        self.error = error
+
+    def flush(self):
+        if self.getvalue():
+            raise self.error
+
+
+PLAN = "plan -n 4 --size 1GB --bandwidth 1GB/s"
+LINES_THAT_PRINT = ["show ring -n 4", PLAN, "--help", "--version", "plan --help", "doctor --help"]
+
+
+@pytest.mark.parametrize("line", LINES_THAT_PRINT)
+def test_a_reader_that_has_gone_is_a_status(line, monkeypatch, capfd):
+    monkeypatch.setattr(sys, "stdout", Unwritable(BrokenPipeError()))
+    with pytest.raises(SystemExit) as exit_:
+        main(shlex.split(line))
+    assert exit_.value.code == 141
+    assert capfd.readouterr().err == ""
+
+
+@pytest.mark.parametrize("line", LINES_THAT_PRINT)
+def test_output_that_cannot_be_written_is_one_line(line, monkeypatch, capfd):
+    monkeypatch.setattr(sys, "stdout", Unwritable(OSError(28, "No space left on device")))
+    with pytest.raises(SystemExit) as exit_:
+        main(shlex.split(line))
+    assert exit_.value.code == 2
+    name = "" if line.startswith("-") else f" {line.split()[0]}"
+    assert capfd.readouterr().err == f"jax-ring{name}: [Errno 28] No space left on device\n"
+
+
+@pytest.mark.parametrize("line", ["show ring -n 4", PLAN])
+def test_output_may_be_closed(line, monkeypatch):
+    monkeypatch.setattr(sys, "stdout", None)
+    with pytest.raises(SystemExit) as exit_:
+        main(shlex.split(line))
+    assert not exit_.value.code
+
+
+@pytest.mark.slow
+def test_nothing_is_said_of_output_that_was_not_written_when_the_process_ends():
+    command = [sys.executable, "-W", "ignore", "-m", "jax_ring", "show", "ring", "-n", "4"]
+    with open("/dev/full", "w") as full:
+        result = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60)
+    assert result.returncode == 2
+    assert result.stderr == "jax-ring show: [Errno 28] No space left on device\n"
 
 
 @pytest.mark.slow

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shlex
 import subprocess
 import sys
 
@@ -110,3 +111,23 @@ def test_processes_are_seen():
     assert result.stdout.count("verdict: healthy") == 1
     assert "[0]   source: jax-ring run" in result.stdout
     assert "[0]   processes: 2" in result.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
+def test_a_problem_of_one_process_is_told():
+    doctor_ = shlex.join((sys.executable, "-W", "ignore", "-m", "jax_ring", "doctor"))
+    script = f'[ "$JAX_RING_PROCESS" = 0 ] || export JAX_RING_UNROLL=0; exec {doctor_}'
+    result = command("run", "-n", "2", "--", "sh", "-c", script, JAX_PLATFORMS="cpu")
+    assert result.returncode == 1
+    assert "[0] verdict: not healthy: 1 problem(s)" in result.stdout
+    assert "[0]   1. problem: process 1: unroll (JAX_RING_UNROLL) must be" in result.stdout
+    assert "[0]   not run" in result.stdout
+
+
+@pytest.mark.slow
+def test_half_a_place_is_no_lack_of_devices():
+    result = command("doctor", JAX_PLATFORMS="cpu", JAX_RING_PROCESS="0")
+    assert result.returncode == 1
+    assert "JAX_RING_PROCESSES (jax-ring run) is missing" in result.stdout
+    assert "no devices" not in result.stdout

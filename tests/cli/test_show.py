@@ -6,20 +6,16 @@ import subprocess
 import sys
 
 import pytest
-import typer
 from typer.testing import CliRunner
 
-from jax_ring.cli.show import show
+from jax_ring.cli import app
 from jax_ring.schedules import Kind, hierarchical, ring
 from jax_ring.schedules.draw import draw, draw_text
 from jax_ring.schedules.families import make
 
-app = typer.Typer()
-app.command()(show)
-
 
 def run(line):
-    return CliRunner().invoke(app, shlex.split(line))
+    return CliRunner().invoke(app, ["show", *shlex.split(line)])
 
 
 def test_the_table_of_an_algorithm():

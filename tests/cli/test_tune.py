@@ -61,9 +61,13 @@ def test_a_report_for_programs(two_algorithms, tmp_path):
     ("line", "message"),
     [
         ("-b 4Q", "-b: a size must end in a unit"),
-        ("-b 4K -e 4K", "at least two sizes are needed, got 4K to 4K"),
+        ("-b 4K -e 4K", "at least two sizes are needed, but -b 4K -e 4K -f 4 makes only one"),
+        ("-b 4K -e 8K", "-b 4K -e 8K -f 4 makes only one"),
+        ("-b 1 -e 4", "-b 1 -e 4 -f 4 makes only one"),  # Element.
         ("-n 0", "-n must be at least 1 and -w at least 0, got 0 and 3"),
         ("-o /nowhere/tuning.json", "/nowhere/tuning.json: there is no folder /nowhere"),
+        ("-o .", ".: a folder, not a file"),
+        ("-o /proc/tuning.json", "/proc/tuning.json: No such file or directory"),
         ("--devices 1", "one device is joined to no other: use --devices 8"),
         (f"-o {__file__}", "it is no JSON"),
     ],
@@ -77,14 +81,26 @@ def test_errors_are_one_line(line, message):
     assert message in said[0]
 
 
+def test_the_file_may_be_named_before_it_is_made(two_algorithms, tmp_path, monkeypatch):
+    path = tmp_path / "tuning.json"
+    monkeypatch.setenv("JAX_RING_TUNING", str(path))
+    monkeypatch.setattr(sys.modules[config.__module__], "environment_error", "it is not there yet")
+    result = run(f"--devices 2 -o {path} -b 4K -e 16K -n 2 -w 0")
+    assert (result.exit_code, result.stderr) == (0, "")
+    assert "cpu" in choose.load_tuning(path)
+
+
 @pytest.mark.slow
 @pytest.mark.multiprocess
 def test_levels_inside_of_processes_and_across_them(tmp_path):
-    path = tmp_path / "tuning.json"
+    for name in ("0/out", "1"):  # Only the first process needs a folder for what it writes.
+        (tmp_path / name).mkdir(parents=True)
+    path = tmp_path / "0/out/tuning.json"
     jax_ring = (sys.executable, "-W", "ignore", "-m", "jax_ring")
-    line = f"tune --devices 2 -o {path} -b 4K -e 32K -f 8 -n 2 -w 1 --no-verify"
+    tune = f"{shlex.join(jax_ring)} tune --devices 2 -o out/tuning.json -b 4K -e 32K -f 8 -n 2 -w 1"
+    script = f'cd {tmp_path}/"$JAX_RING_PROCESS" && exec {tune} --no-verify'
     result = subprocess.run(
-        [*jax_ring, "run", "-n", "2", "--", *jax_ring, *shlex.split(line)],
+        [*jax_ring, "run", "-n", "2", "--", "sh", "-c", script],
         env={**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""},
         capture_output=True,
         text=True,

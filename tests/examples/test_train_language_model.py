@@ -237,6 +237,12 @@ def test_errors_that_need_a_look_at_the_machine(run_example, tmp_path) -> None:
     assert not (tmp_path / "none").exists()
     empty = ("--resume", "--checkpoint-dir", str(tmp_path))
     assert "holds none" in run_example(SCRIPT, *empty, status=2).stderr
+    (tmp_path / "file").touch()
+    for option in ("--output-dir", "--checkpoint-dir"):
+        told = run_example(SCRIPT, *TINY, option, str(tmp_path / "file" / "x"), status=2).stderr
+        assert f"{option} must be a directory that" in told
+        assert "Not a directory" in told
+        assert "Traceback" not in told
     little = run_example(SCRIPT, "--corpus-bytes", "100", status=2).stderr
     assert "--corpus-bytes must be at least 2113" in little
 

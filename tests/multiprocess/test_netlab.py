@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import pathlib
 import re
 import subprocess
 import sys
@@ -235,3 +236,21 @@ def test_a_rate_that_there_is_not_leaves_nothing_behind(network):
     with pytest.raises(Unavailable, match='tc .* rate fast .*"rate"'), lab:
         pass
     assert not any(os.path.exists(f"/run/netns/{name}") for name in lab.names)
+
+
+def test_the_benchmark_tells_a_case_that_is_wrong(network, tmp_path):
+    network(2)
+    script = pathlib.Path(__file__).parents[2] / "benchmarks" / "network.py"
+    options = ("--alone", "--hosts", "2", "--size", "16K", "--json", str(tmp_path / "r.json"))
+    result = subprocess.run(
+        [sys.executable, "-W", "ignore", str(script), *options, "dict(algorithm='nope')"],
+        env={name: value for name, value in os.environ.items() if name != "XLA_FLAGS"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert result.returncode == 1
+    last = result.stderr.splitlines()[-1]
+    assert re.match(r"network.py: jax, rank \d: ValueError: jax_ring.psum: algorithm must", last)
+    assert last.endswith("got 'nope'")
+    assert not (tmp_path / "r.json").exists()
