@@ -28,7 +28,7 @@ from typing import Any
 import jax
 
 import jax_ring
-from jax_ring import _compat, choose, consistency, rollcall
+from jax_ring import _compat, choose, consistency, ending, rollcall
 from jax_ring.config import current
 from jax_ring.explanation import Collective, Explanation, explain
 from jax_ring.watchdog import Watchdog as Watchdog
@@ -255,6 +255,7 @@ def initialize(
             f"jax_ring.distributed: processes have different numbers of devices: {each}; pass "
             "equal_device_counts=False if that is meant"
         )
+    ending.do_not_wait_after_an_error(place.process, place.processes)
     return place
 
 
