@@ -73,5 +73,5 @@ def _all_leave(client: Any, process: int, processes: int, failed: bool) -> bool:
 
 
 def _failed() -> bool:
-    """Whether an exception ends this process: Python has printed it. (A prompt prints many.)"""
+    """Whether an exception ends this process: Python has printed it, and not at a prompt."""
     return getattr(sys, "last_value", None) is not None and not hasattr(sys, "ps1")
