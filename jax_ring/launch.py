@@ -213,7 +213,11 @@ def launch(
       >>> launch(Job((sys.executable, "-c", "import os; exit(int(os.environ['RANK']) * 7)"), 2))
       7
     """
-    return asyncio.run(_Launcher(job, environment, prefix, own_prefix).run())
+
+    async def run() -> int:
+        return await _Launcher(job, environment, prefix, own_prefix).run()
+
+    return asyncio.run(run())
 
 
 class _Launcher:

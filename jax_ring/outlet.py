@@ -6,12 +6,9 @@ import asyncio
 import contextlib
 import os
 import queue
-import re
 import select
 import threading
 from typing import TextIO
-
-_LINE = re.compile(rb"[^\r\n]*(?:\r\n|\n|\r(?!$))")
 
 
 def split_lines(data: bytes) -> tuple[list[bytes], bytes]:
@@ -23,8 +20,9 @@ def split_lines(data: bytes) -> tuple[list[bytes], bytes]:
       >>> split_lines(b"one\r\n10%\r20%\r")
       ([b'one\r\n', b'10%\r'], b'20%\r')
     """
-    lines = _LINE.findall(data)
-    return lines, data[sum(map(len, lines)) :]
+    lines = data.splitlines(keepends=True)
+    rest = lines.pop() if lines and not lines[-1].endswith(b"\n") else b""
+    return lines, rest
 
 
 class Outlet:
@@ -43,7 +41,7 @@ class Outlet:
             queue.SimpleQueue()
         )
         self._unwritten = 0
-        self._loop = asyncio.get_event_loop()
+        self._loop = asyncio.get_running_loop()
         threading.Thread(target=self._work, daemon=True).start()
 
     @property

@@ -45,6 +45,7 @@ def take(port: int, processes: int, timeout: float) -> list[tuple[socket.socket,
     deadline = time.monotonic() + timeout
     calls: list[tuple[socket.socket, Hello]] = []
     with _listen(port) as server, selectors.DefaultSelector() as selector:
+        server.setblocking(False)
         selector.register(server, selectors.EVENT_READ)
         callers: set[_Caller] = set()
         while len(calls) < processes - 1 and (left := deadline - time.monotonic()) > 0:
