@@ -55,6 +55,7 @@ _OF_MPI = ("OMPI_COMM_WORLD_", "PMI_", "PMIX_", "MPI_LOCAL")
 _STOP = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 _PASS_ON = (signal.SIGUSR1, signal.SIGUSR2)
 _LONGEST_LINE = 2**20  # A longer one is passed on in parts.
+_POLL_S = 0.02  # How often is looked whether a process has ended.
 _DRAIN_S = 1.0  # How long output may still come from what an ended process left behind.
 
 
@@ -294,7 +295,9 @@ class _Launcher:
             self._pass_on(process, started.stdout, self.out),
             self._pass_on(process, started.stderr, self.err),
         )
-        returncode = await started.wait()
+        # wait() of Python 3.11 waits for the pipes too: others may hold them, or nobody read.
+        while (returncode := started.returncode) is None:
+            await asyncio.sleep(_POLL_S)
         self.ended[process] = self.running.pop(process)
         if returncode:
             self._fail(process, returncode)
