@@ -8,7 +8,8 @@ Checked on jax 0.10.2 and 0.12.0.1. What each is for:
 - `parallel._check_axis_names`: lax's own check that axes are bound and collectives allowed.
 - `dispatch.apply_primitive`: evaluates a primitive eagerly, as lax's own are.
 - `ManualAxisType.update` and `ShapedArray.update`: result types made from operand types.
-- `distributed.global_state.client`: the key-value store of the coordination service.
+- `distributed.global_state`: the key-value store of the coordination service, and what JAX shuts
+  down when Python exits.
 - `source_info_util.current`: the traceback of the equation that is lowered.
 - the event by which `jax.monitoring` tells that a program was lowered, and `lib.mlir.ir`, to read
   its operations.
@@ -17,6 +18,7 @@ Checked on jax 0.10.2 and 0.12.0.1. What each is for:
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
 import functools
 import warnings
@@ -322,6 +324,17 @@ def coordinator_address() -> str | None:
     """Host and port of that service, where it is initialized."""
     address = _DISTRIBUTED.coordinator_address
     return None if address is None else str(address)
+
+
+def abandon_coordination() -> None:
+    """Keeps the exit of JAX from waiting for other processes, which it does by these two objects.
+
+    They live as long as the process: the destructor of the one waits too, that of the other, which
+    process 0 has, aborts the other processes.
+    """
+    for owned in (_DISTRIBUTED.client, _DISTRIBUTED.service):
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(owned))
+    _DISTRIBUTED.client = _DISTRIBUTED.service = None
 
 
 # --- programs -------------------------------------------------------------------------------------

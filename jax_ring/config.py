@@ -13,6 +13,8 @@
 | JAX_RING_CUDA      | 0, 1      | 0       | 1: also build the CUDA kernels (at install only)    |
 
 Settings are read while a function is traced; what is compiled already does not change.
+JAX_RING_PROCESSES, JAX_RING_PROCESS, JAX_RING_COORDINATOR and what launchers set are for
+`jax_ring.distributed.find`.
 """
 
 from __future__ import annotations
@@ -31,6 +33,8 @@ from jax_ring.schedules import FAMILIES
 ALGORITHMS = ("auto", *FAMILIES, "xla")
 REDUCERS = ("auto", "native", "xla")
 LINKS = ("auto", *choose.LINKS)
+# Where the rest of the package finds variables that are no settings.
+ENVIRONMENT: Mapping[str, str] = os.environ
 _FLAGS = ("native", "allow_xla", "check_consistency")
 
 
@@ -83,7 +87,7 @@ class Settings:
             choose.load_tuning(self.tuning)
 
     @classmethod
-    def from_environment(cls, environment: Mapping[str, str] = os.environ) -> Settings:
+    def from_environment(cls, environment: Mapping[str, str] = ENVIRONMENT) -> Settings:
         """Reads the environment variables.
 
         Args:

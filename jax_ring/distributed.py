@@ -6,11 +6,12 @@ A thin layer over `jax.distributed`. `initialize` takes what the launcher says f
 |-----------------------|----------------------|----------------------|-------------------------|
 | `jax-ring run`, yours | JAX_RING_PROCESSES   | JAX_RING_PROCESS     | JAX_RING_COORDINATOR    |
 | Open MPI              | OMPI_COMM_WORLD_SIZE | OMPI_COMM_WORLD_RANK | known on one host       |
-| MPICH and other PMI   | PMI_SIZE             | PMI_RANK             | known on one host       |
+| MPICH and other PMI   | PMI_SIZE             | PMI_RANK             | as Slurm's, or one host |
 | torchrun and the like | WORLD_SIZE           | RANK                 | MASTER_ADDR:MASTER_PORT |
 | Slurm                 | SLURM_STEP_NUM_TASKS | SLURM_PROCID         | first node of the step  |
 
-JAX_RING_COORDINATOR=host:port goes with each of them; over several hosts MPI needs it.
+JAX_RING_COORDINATOR=host:port goes with each of them; over several hosts mpirun needs it. Slurm's
+variables count where nothing else does, or where they agree.
 """
 
 from __future__ import annotations
@@ -28,20 +29,23 @@ from typing import Any
 import jax
 
 import jax_ring
-from jax_ring import _compat, choose, consistency, rollcall
-from jax_ring.config import current
+from jax_ring import _compat, choose, consistency, ending, rollcall
+from jax_ring.config import ENVIRONMENT, current
 from jax_ring.explanation import Collective, Explanation, explain
 from jax_ring.watchdog import Watchdog as Watchdog
 from jax_ring.watchdog import watchdog as watchdog
 
 _LAUNCHERS = {
-    "jax-ring run": (("JAX_RING_PROCESSES",), "JAX_RING_PROCESS"),
-    "Open MPI": (("OMPI_COMM_WORLD_SIZE",), "OMPI_COMM_WORLD_RANK"),
-    "PMI": (("PMI_SIZE",), "PMI_RANK"),
-    "torchrun": (("WORLD_SIZE",), "RANK"),
+    "jax-ring run": ("JAX_RING_PROCESSES", "JAX_RING_PROCESS"),
+    "Open MPI": ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK"),
+    "PMI": ("PMI_SIZE", "PMI_RANK"),
+    "torchrun": ("WORLD_SIZE", "RANK"),
 }
 # mpirun in a Slurm job leaves Slurm's variables as they are for the node: they count last.
-_SLURM = (("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS"), "SLURM_PROCID")
+# SLURM_NTASKS is set in a batch script too, which no srun has started.
+_SLURM = ("SLURM_STEP_NUM_TASKS", "SLURM_PROCID")
+# Programs that start no processes set one of these for their own ends.
+_MAY_BE_HALF = ("torchrun", "Slurm")
 _PORTS = 2**12  # The last ones, of which a job takes one by its number.
 
 
@@ -63,15 +67,22 @@ class Place:
 
     def __post_init__(self) -> None:
         """Rejects what cannot be."""
+        for name in ("processes", "process"):
+            if type(value := getattr(self, name)) is not int:
+                raise TypeError(
+                    f"jax_ring.distributed: {name} must be an int, got {value!r} ({self.source})"
+                )
         if self.processes < 1 or not 0 <= self.process < self.processes:
             raise ValueError(
                 f"jax_ring.distributed: process must be from 0 to processes - 1, got process "
                 f"{self.process} of {self.processes} ({self.source})"
             )
-        host, _, port = self.coordinator.rpartition(":")
-        if not host or not port.isdigit() or not 0 < int(port) < 2**16:
+        host, _, port = str(self.coordinator).rpartition(":")
+        named = host and (":" not in host or (host[0], host[-1]) == ("[", "]"))
+        if not named or not port.isdecimal() or not 0 < int(port) < 2**16:
             raise ValueError(
-                f"jax_ring.distributed: coordinator must be host:port, got {self.coordinator!r}"
+                "jax_ring.distributed: coordinator must be host:port, an IPv6 address in brackets, "
+                f"got {self.coordinator!r}"
             )
 
     @property
@@ -82,7 +93,7 @@ class Place:
 
 
 def find(
-    environment: Mapping[str, str] = os.environ,
+    environment: Mapping[str, str] = ENVIRONMENT,
     *,
     coordinator: str | None = None,
     processes: int | None = None,
@@ -101,13 +112,15 @@ def find(
 
     Raises:
       ValueError: naming what is missing, is no number, or contradicts something else.
+      TypeError: for an argument that is no integer.
 
     Example:
       >>> find({"OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_RANK": "1",
       ...       "JAX_RING_COORDINATOR": "node1:1234"})
       Place(coordinator='node1:1234', processes=4, process=1, source='Open MPI')
     """
-    said = _said(environment)
+    # With all that is needed, what variables say cannot be wrong.
+    said = {} if None not in (coordinator, processes, process) else _said(environment)
     source = "arguments" if not said or None not in (processes, process) else next(iter(said))
     if said:
         count, rank = next(iter(said.values()))
@@ -121,10 +134,12 @@ def find(
             "JAX_RING_PROCESSES and JAX_RING_PROCESS, or pass arguments"
         )
     where = coordinator or environment.get("JAX_RING_COORDINATOR")
-    return Place(where or _coordinator(environment, source, processes), processes, process, source)
+    if not where:
+        where = _coordinator(environment, source, processes, process)
+    return Place(where, processes, process, source)
 
 
-def launched(environment: Mapping[str, str] = os.environ) -> bool:
+def launched(environment: Mapping[str, str] = ENVIRONMENT) -> bool:
     """Whether a launcher says that this is one of several processes.
 
     Args:
@@ -143,8 +158,8 @@ def launched(environment: Mapping[str, str] = os.environ) -> bool:
 def _said(environment: Mapping[str, str]) -> dict[str, tuple[int, int]]:
     """Processes and process, by each launcher that says them."""
     said = {}
-    for name, (counts, rank) in _LAUNCHERS.items():
-        if (found := _pair(environment, name, counts, rank)) is not None:
+    for name, (count, rank) in _LAUNCHERS.items():
+        if (found := _pair(environment, name, count, rank)) is not None:
             said[name] = found
     if len(set(said.values())) > 1:
         texts = (f"{name} says process {r} of {n}" for name, (n, r) in said.items())
@@ -158,19 +173,18 @@ def _said(environment: Mapping[str, str]) -> dict[str, tuple[int, int]]:
 
 
 def _pair(
-    environment: Mapping[str, str], name: str, counts: tuple[str, ...], rank: str
+    environment: Mapping[str, str], name: str, count: str, rank: str
 ) -> tuple[int, int] | None:
-    count = next((v for v in counts if v in environment), counts[-1])
     there = [v for v in (count, rank) if v in environment]
     if len(there) == 1:
         (missing,) = {count, rank} - set(there)
-        if name == "Slurm":
-            return None  # A batch script that was not started by srun.
+        if name in _MAY_BE_HALF:
+            return None
         raise ValueError(
             f"jax_ring.distributed: {there[0]} is set, but {missing} ({name}) is missing"
         )
     for variable in there:
-        if not environment[variable].isdigit():
+        if not environment[variable].isdecimal():
             raise ValueError(
                 f"jax_ring.distributed: {variable} must be an integer of at least 0, got "
                 f"{environment[variable]!r}"
@@ -178,15 +192,18 @@ def _pair(
     return (int(environment[count]), int(environment[rank])) if there else None
 
 
-def _coordinator(environment: Mapping[str, str], source: str, processes: int) -> str:
+def _coordinator(environment: Mapping[str, str], source: str, processes: int, process: int) -> str:
     """Where process 0 is, as the launcher has it."""
     if "MASTER_ADDR" in environment and "MASTER_PORT" in environment:
-        return f"{environment['MASTER_ADDR']}:{environment['MASTER_PORT']}"
+        host = environment["MASTER_ADDR"]
+        bare = ":" in host and not host.startswith("[")
+        return f"{f'[{host}]' if bare else host}:{environment['MASTER_PORT']}"
     port = 2**16 - _PORTS
-    if source == "Slurm":
+    # srun speaks PMI too, and mpirun in a Slurm job leaves Slurm's variables as they are.
+    if _pair(environment, "Slurm", *_SLURM) == (processes, process):
         nodes = environment.get("SLURM_STEP_NODELIST", environment.get("SLURM_JOB_NODELIST", ""))
         job = environment.get("SLURM_JOB_ID", "")
-        if nodes and job.isdigit():
+        if nodes and job.isdecimal():
             return f"{_first_host(nodes)}:{port + int(job) % _PORTS}"
     on_this_host = environment.get(
         {"Open MPI": "OMPI_COMM_WORLD_LOCAL_SIZE", "PMI": "MPI_LOCALNRANKS"}.get(source, ""), ""
@@ -217,12 +234,18 @@ def initialize(
 ) -> Place:
     """Joins the processes of a job: `jax.distributed.initialize`, with checks. Call it first.
 
+    To compare the numbers of devices it starts JAX's backend, which JAX's own does not: what the
+    backend reads must be set before, or `equal_device_counts` be False.
+
+    A process that an exception ends afterwards does not wait for the others when Python exits, as
+    JAX's hook would for up to 300 s. After `sys.exit(1)` it does: Python tells no hook the status.
+
     Args:
       coordinator: host:port of process 0's coordination service. What is None is taken from the
         environment, see the module.
       processes: how many there are.
       process: which of them this is, from 0.
-      timeout: how long the others are waited for, in seconds.
+      timeout: how long the others are waited for, in seconds, at most 1e6.
       equal_device_counts: whether all must have as many devices.
       **options: further ones of `jax.distributed.initialize`.
 
@@ -231,13 +254,16 @@ def initialize(
 
     Raises:
       ValueError: for variables or arguments that are missing or contradictory.
+      TypeError: for a number of processes that is no integer.
       TimeoutError: naming the processes that did not come, or the coordinator.
       RuntimeError: if two processes have one id, or processes differ in how many they think there
         are, in their versions of jax or jax_ring, or in their devices.
     """
     place = find(coordinator=coordinator, processes=processes, process=process)
-    if timeout <= 0:
-        raise ValueError(f"jax_ring.distributed: timeout must be more than 0 s, got {timeout}")
+    if not 0 < timeout <= 1e6:
+        raise ValueError(
+            f"jax_ring.distributed: timeout must be more than 0 and at most 1e6 s, got {timeout}"
+        )
     _call_the_roll(place, timeout)
     # They are all there, so that what is left takes seconds.
     seconds = max(1, round(timeout))
@@ -248,14 +274,20 @@ def initialize(
         initialization_timeout=seconds,
         **{"cluster_detection_method": "deactivate", **options},
     )
+    ending.do_not_wait_after_an_error(place.process, place.processes)
+    if equal_device_counts:
+        _compare_device_counts(timeout)
+    return place
+
+
+def _compare_device_counts(timeout: float) -> None:
     counts = _exchanged("devices", str(jax.local_device_count()), timeout)
-    if equal_device_counts and len(set(counts)) > 1:
+    if len(set(counts)) > 1:
         each = ", ".join(f"process {i} has {n}" for i, n in enumerate(counts))
         raise RuntimeError(
             f"jax_ring.distributed: processes have different numbers of devices: {each}; pass "
             "equal_device_counts=False if that is meant"
         )
-    return place
 
 
 def _call_the_roll(place: Place, timeout: float) -> None:
@@ -278,7 +310,7 @@ def _call_the_roll(place: Place, timeout: float) -> None:
             ) from None
     else:
         try:
-            calls = rollcall.take(("", port), place.processes, timeout)
+            calls = rollcall.take(port, place.processes, timeout)
         except OSError as error:
             raise RuntimeError(
                 f"jax_ring.distributed: process 0 cannot listen on port {port}: {error}: another "

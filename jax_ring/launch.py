@@ -13,6 +13,10 @@ torchrun sets, for programs which read these:
 | LOCAL_RANK, LOCAL_WORLD_SIZE       | the same, since all are on this host                     |
 | MASTER_ADDR, MASTER_PORT           | the same address                                         |
 
+What MPI launchers have said of the launcher itself is taken out. Unless the user has set them,
+PYTHONUNBUFFERED=1 lets lines be seen when they are printed, and JAX_ENABLE_PREEMPTION_SERVICE=0
+lets SIGTERM end a process, which `jax.distributed` otherwise only notes.
+
 On CPU those of `MALLOC_TUNING` are set, unless the user has set them or asked for none: glibc is
 told to keep freed memory. XLA:CPU allocates every result anew, and without them each large one is
 mapped, and all of its pages are faulted in, in every step.
@@ -21,6 +25,7 @@ mapped, and all of its pages are faulted in, in every step.
 from __future__ import annotations
 
 import asyncio
+import collections
 import contextlib
 import dataclasses
 import os
@@ -28,10 +33,12 @@ import pathlib
 import signal
 import socket
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from typing import TextIO
+from collections.abc import Callable, Mapping
+from typing import Any, TextIO
 
 from jax_ring import launch_child
+from jax_ring.config import ENVIRONMENT
+from jax_ring.outlet import Outlet, split_lines
 
 DEVICE_COUNT = "--xla_force_host_platform_device_count"
 # Freed memory stays with the process: nothing is mapped apart, nothing is given back. One arena,
@@ -43,9 +50,12 @@ MALLOC_TUNING = {
     "MALLOC_ARENA_MAX": "1",
 }
 LOOPBACK = "127.0.0.1"
+_UNLESS_SET = {"PYTHONUNBUFFERED": "1", "JAX_ENABLE_PREEMPTION_SERVICE": "0"}
+_OF_MPI = ("OMPI_COMM_WORLD_", "PMI_", "PMIX_", "MPI_LOCAL")
 _STOP = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 _PASS_ON = (signal.SIGUSR1, signal.SIGUSR2)
 _LONGEST_LINE = 2**20  # A longer one is passed on in parts.
+_POLL_S = 0.02  # How often is looked whether a process has ended.
 _DRAIN_S = 1.0  # How long output may still come from what an ended process left behind.
 
 
@@ -77,7 +87,7 @@ class Job:
             raise ValueError(
                 f"devices per process must be at least 1, got {self.devices_per_process}"
             )
-        if self.grace_s < 0:
+        if not self.grace_s >= 0:
             raise ValueError(f"the grace time must be at least 0 seconds, got {self.grace_s}")
 
     def tuning(self, environment: Mapping[str, str]) -> dict[str, str]:
@@ -107,7 +117,8 @@ class Job:
         """
         count, rank = str(self.processes), str(process)
         result = {
-            **base,
+            **_UNLESS_SET,
+            **{name: value for name, value in base.items() if not name.startswith(_OF_MPI)},
             **self.tuning(base),
             "JAX_RING_COORDINATOR": f"{LOOPBACK}:{port}",
             "JAX_RING_PROCESSES": count,
@@ -146,6 +157,19 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
+def how_it_ended(returncode: int) -> str:
+    """What `subprocess` says of an end, in words.
+
+    Example:
+      >>> how_it_ended(255), how_it_ended(-9), how_it_ended(-35)
+      ('status 255', 'killed by SIGKILL', 'killed by signal 35')
+    """
+    if returncode >= 0:
+        return f"status {returncode}"
+    names = {number.value: number.name for number in signal.Signals}
+    return f"killed by {names.get(-returncode, f'signal {-returncode}')}"
+
+
 def exit_status(returncode: int) -> int:
     """The status as a shell says it: 128 + the signal that ended the process.
 
@@ -159,23 +183,28 @@ def exit_status(returncode: int) -> int:
 def launch(
     job: Job,
     *,
-    environment: Mapping[str, str] = os.environ,
-    prefix: Callable[[int], str] = "[{}] ".format,
-    say: Callable[[str], None] = lambda text: None,
+    environment: Mapping[str, str] = ENVIRONMENT,
+    prefix: Callable[[int, TextIO | None], str] | None = lambda process, to: f"[{process}] ",
+    own_prefix: str | None = None,
 ) -> int:
     """Starts the processes, passes their output on, and waits until all have ended.
 
-    Lines are passed on as they are completed, never mixed: standard output to standard output,
-    and errors to standard error. If one process fails the others are stopped, by SIGTERM, and by
-    SIGKILL after the grace time. SIGINT, SIGTERM, SIGHUP and SIGQUIT are forwarded and start the
-    grace time; a second one kills at once. SIGUSR1 and SIGUSR2 are forwarded. Processes read
-    nothing from standard input. On Linux they die with the launcher, should it be killed.
+    Lines are passed on as they are completed, by a newline or a carriage return, never mixed:
+    standard output to standard output, and errors to standard error. A reader that stalls holds
+    the processes up, as a pipe does, but not the launcher. If one process fails the others are
+    stopped, by SIGTERM, and by SIGKILL after the grace time. SIGINT, SIGTERM, SIGHUP and SIGQUIT
+    are forwarded and start the grace time; a second one kills at once. SIGUSR1 and SIGUSR2 are
+    forwarded. Processes read nothing from standard input. On Linux they die with the launcher,
+    should it be killed. What a process has started and left behind is not waited for, once it
+    prints nothing for a second.
 
     Args:
       job: what to start.
       environment: that of the launcher.
-      prefix: what a line of a process begins with.
-      say: is told in one line what the launcher does.
+      prefix: what a line of a process begins with, on standard output or error; None for nothing:
+        then what a process prints is passed on unchanged.
+      own_prefix: what a line on standard error begins with in which the launcher says what it
+        does; None to say nothing.
 
     Returns:
       The status of the first process that failed, 128 + the signal if one ended it, else 0.
@@ -185,7 +214,11 @@ def launch(
       >>> launch(Job((sys.executable, "-c", "import os; exit(int(os.environ['RANK']) * 7)"), 2))
       7
     """
-    return asyncio.run(_Launcher(job, environment, prefix, say).run())
+
+    async def run() -> int:
+        return await _Launcher(job, environment, prefix, own_prefix).run()
+
+    return asyncio.run(run())
 
 
 class _Launcher:
@@ -193,18 +226,24 @@ class _Launcher:
         self,
         job: Job,
         environment: Mapping[str, str],
-        prefix: Callable[[int], str],
-        say: Callable[[str], None],
+        prefix: Callable[[int, TextIO | None], str] | None,
+        own_prefix: str | None,
     ) -> None:
-        self.job, self.environment, self.prefix, self.say = job, environment, prefix, say
+        self.job, self.environment = job, environment
+        self.prefix, self.own_prefix = prefix, own_prefix
+        self.out, self.err = Outlet(sys.stdout), Outlet(sys.stderr)
         self.running: dict[int, asyncio.subprocess.Process] = {}
+        # Ended, but what they have started may still print.
+        self.ended: dict[int, asyncio.subprocess.Process] = {}
+        self.passed_on: collections.Counter[int] = collections.Counter()
         self.failed: int | None = None
         self.stopping: asyncio.Task[None] | None = None
+        self.told_to_stop = False
 
     async def run(self) -> int:
         loop = asyncio.get_running_loop()
         for number in _STOP:
-            loop.add_signal_handler(number, self._stop, number)
+            loop.add_signal_handler(number, self._told_to_stop, number)
         for number in _PASS_ON:
             loop.add_signal_handler(number, self._send, number)
         port = free_port()
@@ -220,13 +259,19 @@ class _Launcher:
             self._send(signal.SIGKILL)
             if self.stopping is not None:
                 self.stopping.cancel()
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self.err.write(b""), _DRAIN_S)
         return self.failed or 0
+
+    def _say(self, text: str) -> None:
+        if self.own_prefix is not None:
+            self.err.put(f"{self.own_prefix}{text}\n".encode())
 
     def _say_tuning(self) -> None:
         tuning = self.job.tuning(self.environment)
         if tuning:
             variables = " ".join(f"{name}={value}" for name, value in tuning.items())
-            self.say(f"keeps freed memory: {variables} (--no-malloc-tuning leaves them off)")
+            self._say(f"keeps freed memory: {variables} (--no-malloc-tuning leaves them off)")
 
     async def _start(self, process: int, port: int) -> asyncio.subprocess.Process:
         started = await asyncio.create_subprocess_exec(
@@ -246,72 +291,88 @@ class _Launcher:
         """Passes the output of a process on and waits for its end."""
         assert started.stdout is not None
         assert started.stderr is not None
-        prefix = self.prefix(process).encode()
         output = asyncio.gather(
-            self._pass_on(started.stdout, sys.stdout, prefix),
-            self._pass_on(started.stderr, sys.stderr, prefix),
+            self._pass_on(process, started.stdout, self.out),
+            self._pass_on(process, started.stderr, self.err),
         )
-        status = exit_status(await started.wait())
-        if status:
-            self._fail(process, status)
-        with contextlib.suppress(TimeoutError):  # Then somebody else holds the pipe open.
-            await asyncio.wait_for(output, _DRAIN_S if status or self.stopping else None)
-        del self.running[process]
+        # wait() of Python 3.11 waits for the pipes too: others may hold them, or nobody read.
+        while (returncode := started.returncode) is None:
+            await asyncio.sleep(_POLL_S)
+        self.ended[process] = self.running.pop(process)
+        if returncode:
+            self._fail(process, returncode)
+        await self._drain(process, output)
+        del self.ended[process]
 
-    def _fail(self, process: int, status: int) -> None:
+    async def _drain(self, process: int, output: asyncio.Future[Any]) -> None:
+        """Waits for the rest of the output of an ended process.
+
+        Not for what it has left behind if that holds the pipe open and prints nothing, nor, when
+        the launcher was told to stop, for a reader that stalls.
+        """
+        while True:
+            before = self.passed_on[process]
+            done, _ = await asyncio.wait([output], timeout=_DRAIN_S)
+            stalled = self.out.busy or self.err.busy
+            quiet = self.passed_on[process] == before and not stalled
+            if done or quiet or self.told_to_stop:
+                break
+        output.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await output
+
+    def _fail(self, process: int, returncode: int) -> None:
         if self.failed is not None:
             return
-        self.failed = status
-        others = sorted(set(self.running) - {process})
-        how = (
-            f"killed by {signal.Signals(status - 128).name}" if status > 128 else f"status {status}"
-        )
+        self.failed = exit_status(returncode)
         if self.stopping is None:
-            self.say(
-                f"process {process} failed ({how})" + ("; stopping the others" if others else "")
-            )
+            others = "; stopping the others" if self.running else ""
+            self._say(f"process {process} failed ({how_it_ended(returncode)}){others}")
             self._stop(signal.SIGTERM)
 
-    def _stop(self, number: int) -> None:
-        """Forwards a signal that ends, and kills after the grace time; the second one kills."""
+    def _told_to_stop(self, number: int) -> None:
+        """Forwards a signal that ends; kills if that comes while processes are being stopped."""
+        self.told_to_stop = True
         if self.stopping is not None:
             self._send(signal.SIGKILL)
             return
+        self._stop(number)
+
+    def _stop(self, number: int) -> None:
+        """Sends a signal that ends, and kills after the grace time."""
         self._send(number)
         self.stopping = asyncio.get_running_loop().create_task(self._kill_later())
 
     async def _kill_later(self) -> None:
         await asyncio.sleep(self.job.grace_s)
         if self.running:
-            self.say(f"still running after {self.job.grace_s:g} s, killed: {sorted(self.running)}")
-            self._send(signal.SIGKILL)
+            self._say(f"still running after {self.job.grace_s:g} s, killed: {sorted(self.running)}")
+        self._send(signal.SIGKILL)
 
     def _send(self, number: int) -> None:
-        for started in self.running.values():
+        for started in (*self.running.values(), *self.ended.values()):
             # If there is none, it has ended with all that it had started.
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(started.pid, number)
 
-    async def _pass_on(self, source: asyncio.StreamReader, to: TextIO, prefix: bytes) -> None:
+    async def _pass_on(self, process: int, source: asyncio.StreamReader, to: Outlet) -> None:
+        prefix = self.prefix(process, to.stream).encode() if self.prefix else b""
         rest = b""
         while data := await source.read(2**16):
-            *lines, rest = (rest + data).split(b"\n")
+            self.passed_on[process] += len(data)
+            lines, rest = split_lines(rest + data)
             if len(rest) > _LONGEST_LINE:
-                lines, rest = [*lines, rest], b""
-            self._write(to, prefix, lines)
+                lines, rest = [*lines, rest + b"\n" * bool(prefix)], b""
+            await self._write(to, b"".join(prefix + line for line in lines))
         if rest:
-            self._write(to, prefix, [rest])
+            await self._write(to, prefix + rest + b"\n" * bool(prefix))
 
-    def _write(self, to: TextIO, prefix: bytes, lines: Sequence[bytes]) -> None:
+    async def _write(self, to: Outlet, data: bytes) -> None:
         try:
-            data = b"".join(prefix + line + b"\n" for line in lines)
-            if hasattr(to, "buffer"):
-                to.buffer.write(data)
-            else:  # Text alone, as in a notebook.
-                to.write(data.decode(errors="replace"))
-            to.flush()
+            await to.write(data)
         except BrokenPipeError:
             # Nobody reads any more, as after `| head`.
             if self.failed is None:
                 self.failed = 128 + signal.SIGPIPE
-                self._stop(signal.SIGTERM)
+                if self.stopping is None:
+                    self._stop(signal.SIGTERM)

@@ -1,5 +1,6 @@
 """How processes find each other, that they are told what is wrong, and that none is waited for."""
 
+import json
 import os
 import re
 import shutil
@@ -39,17 +40,41 @@ WHERE = {"JAX_RING_COORDINATOR": "node1:1234"}
         ),
         (
             {
-                "SLURM_NTASKS": "4",
+                "SLURM_STEP_NUM_TASKS": "4",
                 "SLURM_PROCID": "3",
                 "SLURM_JOB_ID": "4097",
                 "SLURM_STEP_NODELIST": "node[017-019,40],other",
             },
             "node017:61441",
         ),
+        # srun speaks PMI as well.
+        (
+            {
+                "PMI_SIZE": "4",
+                "PMI_RANK": "3",
+                "SLURM_STEP_NUM_TASKS": "4",
+                "SLURM_PROCID": "3",
+                "SLURM_JOB_ID": "4097",
+                "SLURM_STEP_NODELIST": "node[017-019,40],other",
+            },
+            "node017:61441",
+        ),
+        (
+            {"WORLD_SIZE": "4", "RANK": "3", "MASTER_ADDR": "fe80::1", "MASTER_PORT": "29500"},
+            "[fe80::1]:29500",
+        ),
+        # Half of what torchrun sets is somebody else's.
+        ({"PMI_SIZE": "4", "PMI_RANK": "3", "RANK": "0", **WHERE}, "node1:1234"),
         ({"JAX_RING_PROCESSES": "4", "JAX_RING_PROCESS": "3", **WHERE}, "node1:1234"),
         # mpirun in a Slurm job: Slurm counts nodes.
         (
-            {"SLURM_NTASKS": "2", "SLURM_PROCID": "0", "PMI_SIZE": "4", "PMI_RANK": "3", **WHERE},
+            {
+                "SLURM_STEP_NUM_TASKS": "2",
+                "SLURM_PROCID": "0",
+                "PMI_SIZE": "4",
+                "PMI_RANK": "3",
+                **WHERE,
+            },
             "node1:1234",
         ),
     ],
@@ -66,6 +91,32 @@ def test_arguments_come_first():
 
 
 @pytest.mark.parametrize(
+    "environment",
+    [{"SLURM_NTASKS": "8", "SLURM_PROCID": "0", "SLURM_JOB_ID": "1"}, {"RANK": "0"}],
+)
+def test_a_batch_script_and_a_stray_variable_are_no_job(environment):
+    assert not launched(environment)
+
+
+def test_what_variables_say_does_not_matter_where_all_is_given():
+    contradictory = {"PMI_SIZE": "2", "PMI_RANK": "0", "WORLD_SIZE": "4", "RANK": "0"}
+    assert find(contradictory, coordinator="a:1", processes=2, process=1).source == "arguments"
+
+
+@pytest.mark.parametrize("name", ["processes", "process"])
+def test_a_number_is_an_integer(name):
+    numbers = {"processes": 2, "process": 1, name: "1"}
+    with pytest.raises(TypeError, match=f"{name} must be an int, got '1'"):
+        find({}, coordinator="a:1", **numbers)
+
+
+@pytest.mark.parametrize("timeout", [0, -1.0, float("inf"), float("nan")])
+def test_a_timeout_is_a_time(timeout):
+    with pytest.raises(ValueError, match="timeout must be more than 0 and at most 1e6 s, got"):
+        distributed.initialize("127.0.0.1:1", 2, 1, timeout=timeout)
+
+
+@pytest.mark.parametrize(
     ("environment", "message"),
     [
         ({}, "nothing says processes and process"),
@@ -79,7 +130,11 @@ def test_arguments_come_first():
         ({"PMI_SIZE": "2", "PMI_RANK": "0"}, "set JAX_RING_COORDINATOR=host:port"),
         (
             {"PMI_SIZE": "2", "PMI_RANK": "0", "JAX_RING_COORDINATOR": "node1"},
-            "coordinator must be host:port, got 'node1'",
+            "coordinator must be host:port, .*got 'node1'",
+        ),
+        (
+            {"PMI_SIZE": "2", "PMI_RANK": "0", "JAX_RING_COORDINATOR": "::1:12"},
+            "an IPv6 address in brackets, got '::1:12'",
         ),
     ],
 )
@@ -88,26 +143,75 @@ def test_what_is_missing_or_contradictory_is_said(environment, message):
         find(environment)
 
 
-def test_a_stranger_at_the_roll_call_is_passed_over():
-    address, got = ("127.0.0.1", free_port()), []
+HELLO = {"process": 1, "processes": 2, "where": "here", "jax": "1", "jax_ring": "1"}
+
+
+@pytest.fixture
+def roll_call():
+    """Process 0 of two, which hears at most 20 s and then says that something is wrong."""
+    port, got = free_port(), []
 
     def process_0():
-        calls = rollcall.take(address, 2, 20.0)
+        calls = rollcall.take(port, 2, 20.0)
         got.extend(said for _, said in calls)
         rollcall.answer(calls, "what is wrong")
 
-    thread = threading.Thread(target=process_0)
+    thread = threading.Thread(target=process_0, daemon=True)
     thread.start()
+    yield port, got
+    thread.join(20)
+    assert not thread.is_alive()
+
+
+def connect(port, host="127.0.0.1"):
+    """A connection to process 0, which may still be about to listen."""
+    deadline = time.monotonic() + 20
     while True:
         try:
-            with socket.create_connection(address, 5.0) as stranger:
-                stranger.sendall(b"PRI * HTTP/2.0\r\n\n")
-            break
+            return socket.create_connection((host, port), 5.0)
         except ConnectionRefusedError:
+            assert time.monotonic() < deadline
             time.sleep(0.01)
-    assert rollcall.call(address, {"process": 1}, 20.0) == "what is wrong"
-    thread.join(20)
-    assert got == [{"process": 1}]
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        b"PRI * HTTP/2.0\r\n\n",
+        b"",
+        b'{"process": "a"}\n',
+        json.dumps({**HELLO, "process": "1"}).encode() + b"\n",
+        json.dumps({**HELLO, "where": None}).encode() + b"\n",
+    ],
+)
+def test_a_stranger_at_the_roll_call_is_passed_over(roll_call, said):
+    port, got = roll_call
+    with connect(port) as stranger:
+        stranger.sendall(said)
+    assert rollcall.call(("127.0.0.1", port), HELLO, 20.0) == "what is wrong"
+    assert got == [HELLO]
+
+
+def test_a_stranger_who_does_not_end_holds_nobody_up(roll_call):
+    port, got = roll_call
+    with connect(port) as stranger:
+        stranger.sendall(b"x")
+        # Heard while the other one is on the line.
+        assert rollcall.call(("127.0.0.1", port), HELLO, 20.0) == "what is wrong"
+        assert got == [HELLO]
+
+
+@pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="no IPv6 here")
+def test_the_roll_is_called_over_ipv6(roll_call):
+    port, got = roll_call
+    try:
+        connect(port, "::1").close()
+    except OSError:
+        connect(port).close()
+        rollcall.call(("127.0.0.1", port), HELLO, 20.0)
+        pytest.skip("IPv6 is switched off")
+    assert rollcall.call(("::1", port), HELLO, 20.0) == "what is wrong"
+    assert got == [HELLO]
 
 
 def test_nobody_answers():

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable
-from typing import Annotated
+from typing import Annotated, TextIO
 
 import typer
 
@@ -31,6 +29,13 @@ def run(
     grace: Annotated[
         float, typer.Option(help="seconds that processes have to end before they are killed")
     ] = 10.0,
+    prefix: Annotated[
+        bool,
+        typer.Option(
+            "--prefix/--no-prefix",
+            help="begin each line with the process; without, output is as the program's",
+        ),
+    ] = True,
 ) -> None:
     """Starts a program several times, as processes that jax_ring.distributed.initialize() joins.
 
@@ -42,27 +47,20 @@ def run(
     Examples:
       jax-ring run -n 4 -- python train.py --steps 100
       jax-ring run -n 2 --devices-per-process 4 -- python train.py
+      jax-ring run -n 2 --no-prefix -- jax-ring doctor --json > report.json
     """  # noqa: D301  (\b keeps the lines apart in the help.)
     with mistakes_of_the_user("run"):
         job = Job(tuple(command), processes, devices_per_process, malloc_tuning, grace)
-        status = launch(job, prefix=_prefixes(), say=_say)
+        status = launch(job, prefix=_coloured if prefix else None, own_prefix="jax-ring run: ")
     raise typer.Exit(status)
 
 
-def _say(text: str) -> None:
-    print(f"jax-ring run: {text}", file=sys.stderr, flush=True)
-
-
-def _prefixes() -> Callable[[int], str]:
+def _coloured(process: int, to: TextIO | None) -> str:
     """What a line begins with: the process, coloured where a terminal shows it."""
     from rich.console import Console
 
-    console = Console()
-
-    def prefix(process: int) -> str:
-        with console.capture() as captured:
-            style = _COLOURS[process % len(_COLOURS)]
-            console.print(f"[{process}] ", style=style, end="", markup=False, highlight=False)
-        return captured.get()
-
-    return prefix
+    console = Console(file=to)
+    with console.capture() as captured:
+        style = _COLOURS[process % len(_COLOURS)]
+        console.print(f"[{process}] ", style=style, end="", markup=False, highlight=False)
+    return captured.get()

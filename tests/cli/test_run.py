@@ -8,6 +8,7 @@ import time
 
 import pytest
 
+from jax_ring.distributed import find
 from jax_ring.launch import MALLOC_TUNING, Job, on_cpu
 
 JOB = Job(("python", "train.py"), 4)
@@ -65,6 +66,25 @@ def test_memory_is_kept_on_cpu_unless_the_user_says_otherwise():
     assert not on_cpu({"JAX_PLATFORMS": "tpu,cpu"})
 
 
+def test_what_started_the_launcher_is_not_said_of_the_processes():
+    mpi = {"PMI_SIZE": "1", "PMI_RANK": "0", "OMPI_COMM_WORLD_RANK": "3", "PMIX_RANK": "0"}
+    found = JOB.environment({**mpi, "OMPI_MCA_btl": "tcp,self"}, 2, 4567)
+    assert not mpi.keys() & found.keys()
+    assert found["OMPI_MCA_btl"] == "tcp,self"
+    assert find(found).process == 2
+
+
+@pytest.mark.parametrize("name", ["PYTHONUNBUFFERED", "JAX_ENABLE_PREEMPTION_SERVICE"])
+def test_output_is_seen_and_sigterm_ends_unless_the_user_says_otherwise(name):
+    assert JOB.environment({}, 0, 1)[name] == {"P": "1", "J": "0"}[name[0]]
+    assert JOB.environment({name: "own"}, 0, 1)[name] == "own"
+
+
+def test_a_grace_time_is_a_time():
+    with pytest.raises(ValueError, match="the grace time must be at least 0 seconds, got nan"):
+        Job(("x",), 1, grace_s=float("nan"))
+
+
 def test_output_is_prefixed_line_by_line_and_streams_are_kept_apart():
     program = 'for i in 1 2 3; do echo "out $i"; echo "err $i" >&2; done; printf "no newline"'
     status, out, err = run("-n", "3", program=program)
@@ -93,7 +113,11 @@ def test_long_lines_of_two_processes_are_not_mixed():
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("failure", "status", "how"),
-    [("exit 5", 5, "status 5"), ("kill -KILL $$", 137, "killed by SIGKILL")],
+    [
+        ("exit 5", 5, "status 5"),
+        ("exit 255", 255, "status 255"),
+        ("kill -KILL $$", 137, "killed by SIGKILL"),
+    ],
 )
 def test_the_first_failure_stops_the_others_and_is_the_status(failure, status, how):
     program = f'if [ "$RANK" = 1 ]; then {failure}; fi; sleep 300'
@@ -129,6 +153,71 @@ def test_signals_are_forwarded(number):
         started.kill()
     assert started.returncode == 9
     assert sorted(out.splitlines()) == ["[0] caught", "[1] caught"]
+
+
+JOIN = """
+import os, sys, time, jax, jax_ring
+jax_ring.distributed.initialize(timeout=60)
+"""
+
+
+@pytest.mark.multiprocess
+@pytest.mark.slow
+@pytest.mark.parametrize("victim", [0, 1])
+def test_an_exception_in_one_jax_process_ends_the_job(victim):
+    code = f"if jax.process_index() == {victim}: raise KeyError('oh')\ntime.sleep(300)"
+    status, _, err = run("-n", "2", program=[sys.executable, "-W", "ignore", "-c", JOIN + code])
+    assert status == 1
+    assert f"[{victim}] KeyError: 'oh'" in err.splitlines()
+    assert f"process {victim} failed (status 1); stopping the others" in err
+
+
+@pytest.mark.multiprocess
+@pytest.mark.slow
+def test_sigterm_ends_jax_processes_whose_printing_was_seen():
+    code = JOIN + "print('ready')\ntime.sleep(300)"
+    started = start("-n", "2", program=[sys.executable, "-W", "ignore", "-c", code])
+    try:
+        assert {line_of(started), line_of(started)} == {"[0] ready\n", "[1] ready\n"}
+        started.send_signal(signal.SIGTERM)
+        _, err = started.communicate(timeout=60)
+    finally:
+        started.kill()
+    assert started.returncode == 143
+    assert "killed" not in err
+
+
+@pytest.mark.multiprocess
+@pytest.mark.slow
+def test_a_reader_that_stalls_holds_up_no_signal():
+    program = "echo $$ >&2; exec yes"
+    started = start("-n", "1", "--no-malloc-tuning", program=program)
+    try:
+        assert started.stderr.readline().startswith("[0] ")
+        time.sleep(1)  # Until the pipe, which nobody reads, is full.
+        started.send_signal(signal.SIGTERM)
+        started.wait(timeout=30)
+    finally:
+        started.kill()
+        started.communicate(timeout=30)
+    assert started.returncode == 143
+
+
+@pytest.mark.multiprocess
+@pytest.mark.slow
+def test_who_is_left_behind_is_not_waited_for():
+    status, out, err = run("-n", "1", program="echo done; setsid sleep 20 & exit 0")
+    assert (status, out) == (0, "[0] done\n")
+    assert "killed" not in err
+
+
+@pytest.mark.multiprocess
+@pytest.mark.slow
+def test_without_prefix_output_is_as_it_was():
+    program = r'printf "1\r2\r\n{\n}"'
+    status, out, _ = run("-n", "1", "--no-prefix", program=program)
+    assert status == 0
+    assert out == "1\n2\n{\n}"  # Read as text, in which Python has newlines only.
 
 
 @pytest.mark.multiprocess
