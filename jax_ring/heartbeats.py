@@ -7,6 +7,7 @@ its verdict is written for the others by `jax_ring.watchdog`.
 from __future__ import annotations
 
 import dataclasses
+import json
 import time
 from collections.abc import Callable, Mapping
 
@@ -57,6 +58,12 @@ class Verdict:
     absent: tuple[int, ...] = ()
     notes: tuple[str, ...] = ()
 
+    @classmethod
+    def read(cls, text: str) -> Verdict:
+        """From its fields in JSON."""
+        fields = json.loads(text)
+        return cls(**fields | {"own": Beat(**fields["own"])})
+
 
 class Silence:
     """For how long nothing new was heard, in time in which this process was awake.
@@ -91,6 +98,11 @@ class Judge:
         self._timeout = timeout
         self._silences = [Silence(timeout / 4, clock) for _ in range(processes)]
         self._notes: list[str] = []
+        self._end = ""
+
+    def end(self, why: str) -> None:
+        """Lets all processes end, for a reason that is no single one of them."""
+        self._end = why
 
     def say(self, note: str) -> None:
         """Lets all processes say something, once."""
@@ -113,7 +125,7 @@ class Judge:
         behind = min(inside, key=lambda i: inside[i].step, default=0)
         return Verdict(
             own=beats[0],
-            end=f"{_who(culprit, beats[culprit])} {why}" if why else "",
+            end=f"{_who(culprit, beats[culprit])} {why}" if why else self._end,
             culprit=culprit,
             longest=max(silent.values(), default=0.0),
             behind=(behind, beats[behind].step),
@@ -130,8 +142,8 @@ class Judge:
         if silent.get(longest, 0.0) > self._timeout:
             seconds, step = silent[longest], beats[longest].step
             return longest, f"gave no sign of life for {seconds:.1f} s, last in step {step}"
-        # Something caught its error, and nobody may wait for it: then nobody would be late.
-        if any(beats[i].late for i in silent):
+        # Something caught its error, so that perhaps nobody waits for it.
+        if any(beats[i].stuck for i in silent):
             for i, beat in beats.items():
                 if beat.state == "ended":
                     return i, f"has ended after an error ({beat.error}), last in step {beat.step}"
