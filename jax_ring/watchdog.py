@@ -111,12 +111,10 @@ class Watchdog:
             return
         if error is not None and not _only_leaves(error):
             # Not itself: its traceback would keep arrays alive.
-            self._error, self._failed_at = (
-                f"{type(error).__name__}: {error}"[:500],
-                time.monotonic(),
-            )
+            self._error = ": ".join(filter(None, (type(error).__name__, str(error))))[:500]
+            self._failed_at = time.monotonic()
             self._exits = isinstance(error, SystemExit)
-            # A collective fails when a peer ends, with an error of the runtime: some are ValueErrors.
+            # A collective fails when a peer ends: with a RuntimeError, or some with a ValueError.
             self._may_be_anothers = isinstance(error, (RuntimeError, ValueError))
             return
         self._state = "left"
@@ -209,6 +207,7 @@ class Watchdog:
                     f"process {self._own} stood still for {slept:.1f} s, for which others may have "
                     "ended"
                 )
+                continue  # What it has read is old.
             silent = store.look(self._heard)
             verdict = self._verdict
             if verdict is not None and verdict.own.state == "" and self._own:
@@ -218,7 +217,7 @@ class Watchdog:
             if verdict is not None:
                 self._obey(verdict)
             if woke - self._advanced > self.timeout and not self._error:
-                if self._step != self._told:
+                if self._step != self._told and silent < self.timeout / 2:
                     self._tell_who_is_late(verdict)
                 if not self._own:
                     self._compare()
@@ -255,7 +254,7 @@ class Watchdog:
             + f"all {'others' if absent else 'processes'} live; "
             + (
                 f"process {behind} is the furthest behind, in step {step}"
-                if step < self._step
+                if step < self._step and behind != self._own
                 else "none is behind"
             )
         )
@@ -274,7 +273,9 @@ class Watchdog:
             if (found := consistency.differences(stuck)) and found[0].called:
                 self._judge.end(f"processes differ, and wait for each other: {found[0]}")
             elif found := consistency.differences(told):
-                self._judge.say(f"nobody gets on; processes differ: {found[0]}")
+                self._judge.say(
+                    f"nobody gets on; processes differ, and may wait for each other: {found[0]}"
+                )
             elif one := consistency.missing(told):
                 self._judge.say(f"nobody gets on; {one}")
 
