@@ -50,7 +50,7 @@ class Watchdog:
         self._step, self._advanced = 0, time.monotonic()
         self._beats: dict[int, Beat] = {}  # In process 0, those of all.
         self._verdict: Verdict | None = None
-        self._judged = 0.0  # When that was read.
+        self._judged = 0.0  # When that was news.
         self._rounds, self._heard = 0, 0  # Begun, and those that the store answered.
         self._awaited: list[weakref.ref[jax.Array]] | None = None
         self._compared = 0.0
@@ -166,7 +166,8 @@ class Watchdog:
             self._beats = beats | {0: own}
             verdict = self._judge.judge(self._beats)
             self._write(verdict)
-        self._verdict, self._judged = verdict, time.monotonic()
+        if self._verdict is None or verdict is None or verdict.own.beat != self._verdict.own.beat:
+            self._verdict, self._judged = verdict, time.monotonic()
         self._heard = self._rounds
 
     def _write(self, verdict: Verdict) -> None:
