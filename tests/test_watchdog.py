@@ -116,7 +116,7 @@ def test_the_other_is_silent(job, process):
     with job.watchdog(process) as dog:
         dog.step(2)
         with job.other(other):
-            assert not job.ended.wait(1.0)
+            assert not job.ended.wait(0.7)
         assert job.ended.wait(10)
     assert job.status == watchdog.EXIT_STATUS
     assert job.said[-1].startswith(f"process {other} (there) gave no sign of life for 0.")
@@ -219,7 +219,7 @@ def test_an_error_of_the_watchdog_itself_is_said_and_ends_nothing(job):
     with job.watchdog(0), job.other(1):
         job.store.values[f"{watchdog._BEATS}/1"] = "no JSON"
         job.monkeypatch.setattr(job.store, "key_value_dir_get", lambda key: [("x/1", "no JSON")])
-        assert not job.ended.wait(1.5)
+        assert not job.ended.wait(0.7)
     (said,) = job.said
     assert said.startswith("process 0 watches no more and is not watched, by an error of the watch")
     assert Verdict.read(job.store.values[f"{watchdog._VERDICT}/0"]).own.state == "left"
@@ -235,7 +235,7 @@ def test_a_process_that_stood_still_blames_nobody(job):
             watchdog.time, "monotonic", lambda: clock() + (10.0 if next(stood) > 20 else 0.0)
         )
         dog.step(3)
-        assert not job.ended.wait(1.0)
+        assert not job.ended.wait(0.7)
     assert any("process 1 stood still for 10." in said for said in job.said)
     assert not any("sign of life" in said for said in job.said)
 
