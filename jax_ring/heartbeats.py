@@ -21,7 +21,7 @@ class Beat:
       where: host and process id.
       step: that it is in.
       late: whether it has begun no step for the timeout.
-      stuck: whether, besides, it has been waiting for one result for half of that.
+      stuck: whether, besides, it has been waiting for the same result for half of that.
       error: with which it left the with statement, or "".
       state: "" as long as it is watched; "left" after the with statement; "failed" when an error
         ends the process; "ended" when the process ends, and something has caught the error.
@@ -117,8 +117,8 @@ class Judge:
         """
         watched = {i: beat for i, beat in beats.items() if beat.state not in ("left", "ended")}
         silent = {i: self._silences[i].look(beat.beat) for i, beat in watched.items()}
-        for i, beat in watched.items():
-            if beat.error:
+        for i, beat in beats.items():
+            if beat.error and beat.state != "failed":
                 self.say(f"{_who(i, beat)} left the watchdog in step {beat.step}: {beat.error}")
         culprit, why = self._culprit(beats, silent)
         inside = {i: beat for i, beat in watched.items() if not beat.error}

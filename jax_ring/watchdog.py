@@ -23,9 +23,10 @@ import subprocess
 import sys
 import threading
 import time
+import traceback
+import types
 import weakref
 from collections.abc import Callable
-from types import TracebackType
 from typing import Any, SupportsIndex
 
 import jax
@@ -52,7 +53,9 @@ class Watchdog:
         self._verdict: Verdict | None = None
         self._judged = 0.0  # When that was news.
         self._rounds, self._heard = 0, 0  # Begun, and those that the store answered.
+        # Where half of the timeout is over: results that are not there, and where its thread is.
         self._awaited: list[weakref.ref[jax.Array]] | None = None
+        self._place: list[tuple[types.CodeType, int]] = []
         self._compared = 0.0
         self._told: int | None = None
         self._said: set[str] = set()
@@ -85,7 +88,11 @@ class Watchdog:
         if client is None or jax.process_count() == 1:
             return self
         _begin(self)
-        self._client, self._own = client, jax.process_index()
+        self._client, self._own, self._thread_id = (
+            client,
+            jax.process_index(),
+            threading.get_ident(),
+        )
         self._where = f"{socket.gethostname()}, pid {os.getpid()}"
         self._judge = Judge(jax.process_count(), self.timeout)
         self._advanced = time.monotonic()
@@ -100,7 +107,7 @@ class Watchdog:
         self,
         kind: type[BaseException] | None,
         error: BaseException | None,
-        traceback: TracebackType | None,
+        trace: types.TracebackType | None,
     ) -> None:
         """Stops watching; after an error it tells the others, and goes on.
 
@@ -182,19 +189,36 @@ class Watchdog:
         idle = time.monotonic() - self._advanced
         inside = not self._error and not self._state
         if not inside or idle < self.timeout / 2:
-            self._awaited = None
+            self._awaited, self._place = None, []
         elif self._awaited is None:
             self._awaited = [weakref.ref(x) for x in jax.live_arrays() if _awaited(x)]
+            self._place = self._inside_a_call()
         late = inside and idle > self.timeout
         return Beat(
             beat=self._rounds,
             where=self._where,
             step=self._step,
             late=late,
-            stuck=late and any(map(_awaited, (ref() for ref in self._awaited or ()))),
+            stuck=late and self._waits(),
             error=self._error,
             state=self._state,
         )
+
+    def _waits(self) -> bool:
+        """Whether what was waited for, when half of the timeout was over, is still not there."""
+        if any(_awaited(ref()) for ref in self._awaited or ()):
+            return True
+        return bool(self._place) and self._place == self._inside_a_call()
+
+    def _inside_a_call(self) -> list[tuple[types.CodeType, int]]:
+        """Where the thread is that entered, if it may be in a program that runs in that thread.
+
+        On CPU those of one device do, if they are small: their results are no arrays before.
+        """
+        if jax.default_backend() != "cpu" or jax.local_device_count() > 1:
+            return []
+        stack = traceback.walk_stack(sys._current_frames().get(self._thread_id))
+        return [(frame.f_code, frame.f_lasti) for frame, _ in stack]
 
     # --- what follows from it ---------------------------------------------------------------------
 

@@ -253,7 +253,7 @@ def test_results_that_are_awaited(job):
     array = Array()
     job.monkeypatch.setattr(jax, "live_arrays", lambda: [array])
     dog = job.watchdog(1)
-    dog._own, dog._where = 1, "here"
+    dog._own, dog._where, dog._thread_id = 1, "here", 0
     clock = [0.0]
     job.monkeypatch.setattr(watchdog.time, "monotonic", lambda: dog._advanced + clock[0])
     states = []
@@ -266,3 +266,26 @@ def test_results_that_are_awaited(job):
     array.ready, dog._awaited = False, []
     assert dog._beat().late
     assert not dog._beat().stuck
+
+
+def test_a_program_that_runs_in_the_thread_itself(job):
+    job.monkeypatch.setattr(jax, "local_device_count", lambda: 1)
+    dog = job.watchdog(1, timeout=0.2)
+    begun, go_on, done = (threading.Event() for _ in range(3))
+
+    def work():
+        dog._thread_id = threading.get_ident()
+        begun.set()
+        go_on.wait(30)
+        done.wait(30)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    begun.wait(30)
+    dog._own, dog._where, dog._advanced = 1, "here", time.monotonic() - 1.0
+    assert [dog._beat().stuck for _ in range(2)] == [True, True]
+    go_on.set()
+    time.sleep(0.1)
+    assert not dog._beat().stuck
+    done.set()
+    thread.join()
