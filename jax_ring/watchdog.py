@@ -217,8 +217,10 @@ class Watchdog:
         """
         if jax.default_backend() != "cpu" or jax.local_device_count() > 1:
             return []
-        stack = traceback.walk_stack(sys._current_frames().get(self._thread_id))
-        return [(frame.f_code, frame.f_lasti) for frame, _ in stack]
+        innermost = sys._current_frames().get(self._thread_id)
+        if innermost is None:
+            return []
+        return [(frame.f_code, frame.f_lasti) for frame, _ in traceback.walk_stack(innermost)]
 
     # --- what follows from it ---------------------------------------------------------------------
 
@@ -421,8 +423,9 @@ def watchdog(timeout: float = 60.0) -> Watchdog:
 
     It says why, and exits with status `EXIT_STATUS`,
 
-    - after `timeout` seconds without a sign of life of another process that is in its with
-      statement, or was when it ended: which it is, and in which steps both are;
+    - after `timeout` seconds without a sign of life of process 0, or of another process that has
+      entered its with statement and not left it: which it is, and in which steps both are. Seconds
+      in which this process itself stands still do not count;
     - where another process failed: an error, or an exit with a status other than 0, left its with
       statement, nothing caught it, and the process ends. If something caught it, the others are
       told, and end if that process has ended and one of them waits for a result;
