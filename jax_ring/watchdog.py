@@ -159,6 +159,7 @@ class Watchdog:
             if last:
                 return
             self._stop.wait(self._interval)
+        self._stop.set()  # `jax.distributed` has been shut down: nobody is missing.
 
     def _round(self) -> None:
         self._rounds += 1

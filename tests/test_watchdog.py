@@ -225,6 +225,13 @@ def test_an_error_of_the_watchdog_itself_is_said_and_ends_nothing(job):
     assert Verdict.read(job.store.values[f"{watchdog._VERDICT}/0"]).own.state == "left"
 
 
+def test_nobody_is_missing_when_jax_distributed_was_shut_down(job):
+    with job.watchdog(1, timeout=0.3), job.other(0):
+        job.monkeypatch.setattr(_compat, "coordination_client", lambda: None)
+        assert not job.ended.wait(0.7)
+    assert job.said == []
+
+
 def test_a_process_that_stood_still_blames_nobody(job):
     with job.other(0), job.watchdog(1) as dog:
         time.sleep(0.3)
