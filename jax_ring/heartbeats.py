@@ -76,16 +76,22 @@ class Silence:
         """Starts at zero."""
         self._most, self._clock = most, clock
         self._last: object = None
-        self._looked = clock()
+        self._looked = self._heard = clock()
         self.seconds = 0.0
 
     def look(self, heard: object) -> float:
         """Whatever changes is a sign of life. Returns the seconds without one."""
         now = self._clock()
         waited, self._looked = min(now - self._looked, self._most), now
-        self.seconds = self.seconds + waited if heard == self._last else 0.0
-        self._last = heard
+        if heard == self._last:
+            self.seconds += waited
+        else:
+            self.seconds, self._last, self._heard = 0.0, heard, now
         return self.seconds
+
+    def since(self) -> float:
+        """The seconds since the last sign of life was seen, whoever stood still."""
+        return self._clock() - self._heard
 
 
 class Judge:
@@ -127,7 +133,7 @@ class Judge:
             own=beats[0],
             end=f"{_who(culprit, beats[culprit])} {why}" if why else self._end,
             culprit=culprit,
-            longest=max(silent.values(), default=0.0),
+            longest=max((self._silences[i].since() for i in silent), default=0.0),
             behind=(behind, beats[behind].step),
             absent=tuple(i for i in range(len(self._silences)) if i not in inside),
             notes=tuple(self._notes),

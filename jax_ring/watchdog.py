@@ -317,7 +317,7 @@ class Watchdog:
 
     def _let_others_end(self) -> None:
         """The store ends with process 0, and JAX aborts the others: they have to read first."""
-        time.sleep(1.0 + 3 * self._interval)
+        time.sleep(2.0 + 3 * self._interval)
 
     # --- the end of this process ------------------------------------------------------------------
 

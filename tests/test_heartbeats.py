@@ -75,7 +75,9 @@ def test_who_is_not_missing(clock, changes):
 def test_this_process_stood_still(clock):
     judge = Judge(2, 4.0, clock)
     for clock.now in (1.0, 2.0, 60.0, 61.0):
-        assert not judge.judge({0: beat(clock.now), 1: beat(1)}).end
+        verdict = judge.judge({0: beat(clock.now), 1: beat(1)})
+        assert not verdict.end
+    assert verdict.longest == 60.0  # And yet nobody can say that it lives.
 
 
 @pytest.mark.parametrize("culprit", [0, 1])
