@@ -3,16 +3,18 @@
 Processes whose programs differ, by a branch on `jax.process_index()`, by settings or by data, wait
 for each other forever. So each notes what it compiles, where there are several processes: for each
 program, when it is lowered, the collectives of jax_ring over axes that reach other processes, with
-their source lines, and a digest of all that the program sends (operations, types, who to whom).
+their source lines, a digest of all that the program sends (operations, types, who to whom), which
+processes have devices in its mesh, and whether it is lowered to be called at once or ahead of time.
 A thread writes that into the key-value store of the coordination service.
 
 Nothing is compared while things go well. Programs may be compiled in any order, again, or by some
 processes only, as long as they are only compiled: that is no error. Two processes differ if each
-has a program that the other does not have. It is looked for and said
+has a program that the other does not have, though it takes part in it. That is looked for and said
 
-- by a `watchdog`, when no process has begun a step for its timeout; then the process ends. If only
-  one of them has such a program, the watchdog says that, and goes on;
-- without one, `PATIENCE_S` after this process compiled something last: once, as a warning.
+- by process 0 in a `watchdog`, when no process has begun a step for its timeout. It ends the job if
+  each of the two has called its program and waits for a result; otherwise it goes on;
+- without one, `PATIENCE_S` after a process compiled something last, as a warning, once for each
+  two programs. Process 0 compares all processes, each other one itself with process 0.
 
 Not seen is that programs which all have compiled are run in another order, or by some only;
 programs without a collective of jax_ring; those that were exported and loaded.
@@ -26,11 +28,12 @@ import contextlib
 import dataclasses
 import functools
 import hashlib
+import itertools
 import json
 import math
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -42,6 +45,9 @@ from jax_ring.config import current
 PATIENCE_S = 60.0
 _KEY = "jax_ring/programs"
 _MOST = 4096  # Programs that are told of, the newest.
+_PAIRS, _EXTRA = 100_000, 8  # What is compared at most: kinds of processes, programs of each.
+_WARNINGS = 4  # At a time.
+_LOWER = jax.stages.Traced.lower.__code__
 
 
 def described(
@@ -77,18 +83,40 @@ def described(
 
 
 @dataclasses.dataclass(frozen=True)
+class Note:
+    """That a process has a program that sends something to other processes.
+
+    Attributes:
+      digest: of all that it sends, in order, and of its collectives.
+      called: whether it was lowered for a call, which the other processes must then make too, and
+        not ahead of time by `.lower`.
+      processes: those with devices in its mesh, the first and the last of each run of them; None if
+        the mesh did not say.
+    """
+
+    digest: str
+    called: bool = True
+    processes: tuple[tuple[int, int], ...] | None = None
+
+    def takes(self, process: int) -> bool:
+        """Whether a process takes part in it, as far as one knows."""
+        runs = self.processes
+        return runs is None or any(first <= process <= last for first, last in runs)
+
+
+@dataclasses.dataclass(frozen=True)
 class Program:
-    """A program that sends something to other processes.
+    """What there is to say of such a program.
 
     Attributes:
       name: as JAX has it.
-      digest: of all that it sends, in order, and of `collectives`.
       collectives: those of jax_ring, each kind once: what it is, and the line of its first call.
+      note: what is compared.
     """
 
     name: str
-    digest: str
     collectives: dict[str, str]
+    note: Note
 
 
 class _Book:
@@ -100,14 +128,15 @@ class _Book:
         self._lock = threading.Lock()
         self._news = threading.Event()
         self._started = False
+        self._warned: set[tuple[str, str]] = set()
 
     def known(self) -> list[Program]:
         """The programs so far, the newest last."""
         with self._lock:
             return list(self.programs.values())
 
-    def note(self, module: Any, what: str, where: str) -> None:
-        """Adds a collective to the program that this thread lowers."""
+    def note(self, module: Any, mesh: Any, what: str, where: str) -> None:
+        """Adds a collective over a mesh to the program that this thread lowers."""
         with self._lock:
             if not self._started:
                 self._started = True
@@ -115,6 +144,7 @@ class _Book:
                 threading.Thread(target=self._tell, daemon=True).start()
         if getattr(self._open, "module", None) is not module:
             self._open.module, self._open.collectives = module, {}
+            self._open.processes = _runs(_owners(mesh))
         self._open.collectives.setdefault(what, where)
 
     def _complete(self, name: str) -> None:
@@ -126,25 +156,28 @@ class _Book:
         self._open.module = None
         text = "\n".join([*sent, *sorted(self._open.collectives)])
         digest = hashlib.sha256(text.encode()).hexdigest()[:16]
+        called = not _ahead_of_time()
         with self._lock:
-            self.programs[digest] = Program(name, digest, self._open.collectives)
+            if (known := self.programs.get(digest)) is not None:
+                called |= known.note.called
+            note = Note(digest, called, self._open.processes)
+            self.programs[digest] = Program(name, self._open.collectives, note)
             self.programs.move_to_end(digest)
             if len(self.programs) > _MOST:
                 self.programs.popitem(last=False)
         self._news.set()
 
     def _tell(self) -> None:
-        """Writes what is new, and looks once whether the others have it, when nothing is new."""
+        """Writes what is new, and looks whether the others have it, when nothing is new."""
         told: set[str] = set()
-        said = False
         while True:
             self._news.wait()
             self._news.clear()
             # The store ends with process 0, and then there is nobody to tell.
             with contextlib.suppress(jax.errors.JaxRuntimeError):
                 self._write(told)
-                if not said and not self._news.wait(PATIENCE_S):
-                    said = _warn()
+                if not self._news.wait(PATIENCE_S):
+                    self._warn()
 
     def _write(self, told: set[str]) -> None:
         client = _compat.coordination_client()
@@ -153,31 +186,38 @@ class _Book:
         own = jax.process_index()
         programs = self.known()
         for program in programs:
-            if program.digest not in told:
-                text = json.dumps(dataclasses.asdict(program))
-                client.key_value_set(
-                    f"{_KEY}/of/{own}/{program.digest}", text, allow_overwrite=True
-                )
-                told.add(program.digest)
+            if (digest := program.note.digest) not in told:
+                text = json.dumps({"name": program.name, "collectives": program.collectives})
+                client.key_value_set(f"{_KEY}/of/{own}/{digest}", text, allow_overwrite=True)
+                told.add(digest)
         # Last, so that what it lists is there.
-        digests = json.dumps([p.digest for p in programs])
-        client.key_value_set(f"{_KEY}/by/{own}", digests, allow_overwrite=True)
+        notes = json.dumps([dataclasses.astuple(program.note) for program in programs])
+        client.key_value_set(f"{_KEY}/by/{own}", notes, allow_overwrite=True)
+
+    def _warn(self) -> None:
+        """Says the differences that were not yet said."""
+        told = told_by(None if jax.process_index() == 0 else 0)
+        new = {d.digests: d for d in differences(told) if d.digests not in self._warned}
+        for digests, found in itertools.islice(new.items(), _WARNINGS):
+            self._warned.add(digests)
+            _say(f"processes differ, and may wait for each other: {found}")
+
+
+def _say(text: str) -> None:
+    print(f"jax_ring: {text}", file=sys.stderr, flush=True)
+
+
+def _ahead_of_time() -> bool:
+    """Whether a program that is lowered now is so by `.lower`, and not for a call."""
+    frame = sys._getframe()
+    while (caller := frame.f_back) is not None:
+        if caller.f_code is _LOWER:
+            return True
+        frame = caller
+    return False
 
 
 _book = _Book()
-
-
-def _warn() -> bool:
-    """Says a difference, if there is one, and whether there was."""
-    if (found := difference()) is None:
-        return False
-    process, why = found
-    print(
-        f"jax_ring: processes differ, and may wait for each other: process {process} {why}",
-        file=sys.stderr,
-        flush=True,
-    )
-    return True
 
 
 def note(lowering: _compat.Lowering, axes: tuple[str, ...], describe: Callable[[], str]) -> None:
@@ -192,7 +232,7 @@ def note(lowering: _compat.Lowering, axes: tuple[str, ...], describe: Callable[[
         return
     if _reaches_others(lowering.mesh, axes):
         file, line = callers.place(lowering.traceback)
-        _book.note(lowering.module, describe(), f"{file}:{line}")
+        _book.note(lowering.module, lowering.mesh, describe(), f"{file}:{line}")
 
 
 @functools.lru_cache(maxsize=256)
@@ -203,90 +243,186 @@ def _reaches_others(mesh: Any, axes: tuple[str, ...]) -> bool:
     if isinstance(mesh, jax.sharding.AbstractMesh):
         # It does not say whose devices these are; they may all be ours.
         return bool(mesh.size > jax.local_device_count())
-    owners = np.vectorize(lambda device: device.process_index, otypes=[int])(mesh.devices)
+    owners = _owners(mesh)
     along = [mesh.axis_names.index(axis) for axis in axes]
     rows = np.moveaxis(owners, along, range(len(along)))
     rows = rows.reshape(math.prod(rows.shape[: len(along)]), -1)
     return bool((rows != rows[0]).any())
 
 
+def _owners(mesh: Any) -> Any:
+    """The process of each device of a mesh, in its shape; None if the mesh does not say."""
+    if isinstance(mesh, jax.sharding.AbstractMesh):
+        return None
+    return np.vectorize(lambda device: device.process_index, otypes=[int])(mesh.devices)
+
+
+def _runs(owners: Any) -> tuple[tuple[int, int], ...] | None:
+    """The first and the last of each run of consecutive numbers."""
+    if owners is None:
+        return None
+    numbers = np.unique(owners)
+    ends = np.flatnonzero(np.diff(numbers) > 1)
+    starts = [0, *(ends + 1)]
+    return tuple(
+        (int(numbers[a]), int(numbers[b])) for a, b in zip(starts, [*ends, -1], strict=True)
+    )
+
+
 # --- and the others -------------------------------------------------------------------------------
 
+Told = Mapping[int, Sequence[Note]]
 
-def difference() -> tuple[int, str] | None:
-    """A process that has a program which this one has not, and the other way round.
 
-    Returns:
-      The process, and in what they differ; None if there is none.
+@dataclasses.dataclass(frozen=True)
+class Difference:
+    """Two processes, each of which has a program that the other, taking part in it, has not.
+
+    Attributes:
+      processes: the two.
+      notes: the program of each.
+    """
+
+    processes: tuple[int, int]
+    notes: tuple[Note, Note]
+
+    @property
+    def digests(self) -> tuple[str, str]:
+        """By which it is known again."""
+        return self.notes[0].digest, self.notes[1].digest
+
+    @property
+    def called(self) -> bool:
+        """Whether each was called, and not only compiled, and the other surely takes part in it."""
+        return all(note.called and note.processes is not None for note in self.notes)
+
+    def __str__(self) -> str:
+        """The first collectives in which they differ, with their lines."""
+        (a, first), (b, second) = (
+            (process, _program(process, note))
+            for process, note in zip(self.processes, self.notes, strict=True)
+        )
+        only_first = _only(first, second)
+        only_second = _only(second, first)
+        if only_first or only_second:
+            return (
+                f"process {a} compiled {first.name} with {only_first or 'nothing'}; process {b} "
+                f"compiled {second.name} with {only_second or 'nothing'}"
+            )
+        return (
+            f"process {a} compiled {first.name} and process {b} {second.name} with the same "
+            f"collectives, but in another order or number, or in other steps: {_calls(second)}"
+        )
+
+
+def told_by(other: int | None = None) -> dict[int, list[Note]]:
+    """What processes have told that they compiled, the newest last.
+
+    Args:
+      other: the process that is asked beside this one; None for all.
 
     Raises:
       jax.errors.JaxRuntimeError: if the store does not answer.
     """
-    for process, extra, lacking in _others():
-        if extra and lacking:
-            other = _program(process, extra[0])
-            alike = [p for p in lacking if p.name == other.name]
-            return process, _said(other, (alike or lacking)[0])
-    return None
+    client = _compat.coordination_client()
+    own = jax.process_index()
+    found = {own: [program.note for program in _book.known()]}
+    if client is None or other == own:
+        return found
+    if other is not None:
+        texts = [(str(other), client.key_value_try_get(f"{_KEY}/by/{other}"))]
+    else:
+        texts = client.key_value_dir_get(f"{_KEY}/by")
+    theirs = {int(key.rpartition("/")[2]): json.loads(text) for key, text in texts}
+    return {process: [_note(*n) for n in notes] for process, notes in theirs.items()} | found
 
 
-def missing() -> tuple[int, str] | None:
-    """A process that lacks a program of this one, or has more: it may not have come so far.
+def _note(digest: str, called: bool, processes: list[list[int]] | None) -> Note:
+    runs = None if processes is None else tuple((first, last) for first, last in processes)
+    return Note(digest, called, runs)
 
-    Returns:
-      The process, and which program that is; None if there is none.
 
-    Raises:
-      jax.errors.JaxRuntimeError: if the store does not answer.
+def differences(told: Told) -> list[Difference]:
+    """The differences of processes: of each two kinds of them one, such that were called first.
+
+    Args:
+      told: of each process what it has compiled.
     """
-    own = f"process {jax.process_index()}"
-    for process, extra, lacking in _others():
-        if extra:
-            program = _program(process, extra[0])
-            return process, f"compiled {program.name}, which {own} has not: {_calls(program)}"
-        if lacking:
-            program = lacking[0]
-            return process, f"has not compiled {program.name}, as {own} has: {_calls(program)}"
-    return None
+    found = [
+        difference
+        for first, second in itertools.islice(itertools.combinations(_alike(told), 2), _PAIRS)
+        if (difference := _difference(told, first, second)) is not None
+    ]
+    return sorted(found, key=lambda difference: not difference.called)
 
 
-def _others() -> Iterator[tuple[int, list[str], list[Program]]]:
-    """Of each process the digests that only it has, and the programs that only this one has."""
+def missing(told: Told) -> str:
+    """A program that one process has and another, taking part in it, has not, or "".
+
+    The other may not have come so far.
+
+    Args:
+      told: of each process what it has compiled.
+    """
+    kinds = _alike(told)
+    lacks = [
+        (not note.called, first[0], other, note)
+        for first, second in itertools.islice(itertools.permutations(kinds, 2), _PAIRS)
+        for note in _extra(told, first, second)
+        if (other := _member(second, note)) is not None
+    ]
+    if not lacks:
+        return ""
+    _, process, other, note = min(lacks, key=lambda lack: lack[:3])
+    program = _program(process, note)
+    return (
+        f"process {process} compiled {program.name}, which process {other} has not: "
+        f"{_calls(program)}"
+    )
+
+
+def _alike(told: Told) -> list[list[int]]:
+    """The processes, those together that have the same programs, in whatever order."""
+    kinds: dict[frozenset[Note], list[int]] = collections.defaultdict(list)
+    for process, notes in sorted(told.items()):
+        kinds[frozenset(notes)].append(process)
+    return list(kinds.values())
+
+
+def _difference(told: Told, first: list[int], second: list[int]) -> Difference | None:
+    found = [
+        Difference((a, b), (x, y))
+        for x, y in itertools.product(_extra(told, first, second), _extra(told, second, first))
+        if (a := _member(first, y)) is not None and (b := _member(second, x)) is not None
+    ]
+    return min(found, key=lambda difference: not difference.called, default=None)
+
+
+def _extra(told: Told, first: list[int], second: list[int]) -> list[Note]:
+    """What the first have and the second have not: what was called first, then the newest."""
+    have = {note.digest for note in told[second[0]]}
+    extra = [note for note in reversed(told[first[0]]) if note.digest not in have]
+    return sorted(extra, key=lambda note: not note.called)[:_EXTRA]
+
+
+def _member(processes: Iterable[int], note: Note) -> int | None:
+    """The first of the processes that takes part in a program."""
+    return next(filter(note.takes, processes), None)
+
+
+def _program(process: int, note: Note) -> Program:
+    if process == jax.process_index() and (own := _book.programs.get(note.digest)) is not None:
+        return own
     client = _compat.coordination_client()
-    if client is None:
-        return
-    own = {program.digest: program for program in _book.known()}
-    for key, text in client.key_value_dir_get(f"{_KEY}/by"):
-        theirs = dict.fromkeys(json.loads(text))
-        lacking = [program for digest, program in own.items() if digest not in theirs]
-        yield int(key.rpartition("/")[2]), [d for d in theirs if d not in own], lacking
-
-
-def _program(process: int, digest: str) -> Program:
-    client = _compat.coordination_client()
-    found = client.blocking_key_value_get(f"{_KEY}/of/{process}/{digest}", 5000)
-    return Program(**json.loads(found))
+    said = json.loads(client.key_value_try_get(f"{_KEY}/of/{process}/{note.digest}"))
+    return Program(said["name"], said["collectives"], note)
 
 
 def _calls(program: Program) -> str:
     return ", ".join(f"{what} at {at}" for what, at in program.collectives.items())
 
 
-def _said(theirs: Program, own: Program) -> str:
-    """The first difference of two programs, of another process and of this one."""
-    first, second = (
-        next((f"{what} at {at}" for what, at in p.items() if what not in q), "")
-        for p, q in (
-            (theirs.collectives, own.collectives),
-            (own.collectives, theirs.collectives),
-        )
-    )
-    ours = f"process {jax.process_index()} compiled {own.name}"
-    if first or second:
-        return (
-            f"compiled {theirs.name} with {first or 'nothing'}; {ours} with {second or 'nothing'}"
-        )
-    return (
-        f"compiled {theirs.name} and {ours} with the same collectives, but in another order or "
-        f"number, or in other steps: {_calls(own)}"
-    )
+def _only(program: Program, other: Program) -> str:
+    """The first collective that another program has not, or ""."""
+    mine, theirs = program.collectives.items(), other.collectives
+    return next((f"{what} at {at}" for what, at in mine if what not in theirs), "")

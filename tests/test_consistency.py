@@ -1,10 +1,12 @@
 """What processes compile is noted, told and compared; and healthy jobs are left alone."""
 
+import dataclasses
 import json
 import re
 import textwrap
 import types
 
+import coordination
 import jax
 import numpy as np
 import pytest
@@ -15,30 +17,16 @@ from processes import finish, start
 
 import jax_ring
 from jax_ring import _compat, consistency
-from jax_ring.consistency import Program
+from jax_ring.consistency import Note, Program
 
 
-class Store:
-    """What the client of a coordination service does with keys and values."""
-
-    def __init__(self):
-        self.values = {}
-
-    def key_value_set(self, key, value, *, allow_overwrite):
-        assert allow_overwrite
-        self.values[key] = value
-
-    def key_value_dir_get(self, key):
-        return [(k, v) for k, v in self.values.items() if k.startswith(f"{key}/")]
-
-    def blocking_key_value_get(self, key, timeout):
-        return self.values[key]
-
+class Store(coordination.Store):
     def tell(self, process, *programs):
-        by = f"{consistency._KEY}/by/{process}"
-        self.values[by] = json.dumps([p.digest for p in programs])
+        notes = [dataclasses.astuple(p.note) for p in programs]
+        self.values[f"{consistency._KEY}/by/{process}"] = json.dumps(notes)
         for p in programs:
-            self.values[f"{consistency._KEY}/of/{process}/{p.digest}"] = json.dumps(vars(p))
+            key = f"{consistency._KEY}/of/{process}/{p.note.digest}"
+            self.values[key] = json.dumps({"name": p.name, "collectives": p.collectives})
 
 
 @pytest.fixture
@@ -90,6 +78,21 @@ def test_a_program_is_known_again_by_what_it_sends(compiled):
     assert len(compiled(lambda v: jax.lax.ppermute(total(v), "x", [(0, 1)]))) == 3
 
 
+def test_whether_it_is_called_is_noted(compiled, monkeypatch):
+    monkeypatch.setattr(_compat, "communication", lambda module: ["something"])
+
+    def called(run):
+        f = jax.jit(jax.shard_map(total, mesh=mesh(2), in_specs=P("x"), out_specs=P()))
+        run(f, np.ones((2, 4), np.float32))
+        (program,) = consistency._book.programs.values()
+        return program.note.called
+
+    assert not called(lambda f, x: f.lower(x))
+    assert not called(lambda f, x: f.trace(x).lower())
+    assert called(lambda f, x: f(x))
+    assert called(lambda f, x: f.lower(x))  # It stays so.
+
+
 def test_nothing_is_noted_that_stays_here_or_is_not_wanted(store, monkeypatch):
     def run():
         f = jax.shard_map(total, mesh=mesh(2), in_specs=P("x"), out_specs=P())
@@ -111,6 +114,9 @@ def test_which_axes_reach_others():
     two = types.SimpleNamespace(
         axis_names=("node", "local"), devices=np.array(devices, object).reshape(2, 2)
     )
+    assert consistency._runs(consistency._owners(two)) == ((0, 1),)
+    assert consistency._runs([5, 1, 2, 7, 6, 1]) == ((1, 2), (5, 7))
+    assert consistency._owners(AbstractMesh((8,), ("x",))) is None
     reaches = consistency._reaches_others.__wrapped__
     assert reaches(two, ("node",))
     assert reaches(two, ("node", "local"))
@@ -121,7 +127,28 @@ def test_which_axes_reach_others():
     assert reaches(AbstractMesh((16,), ("x",)), ("x",))
 
 
-A, B, C = (Program("jit(f)", d, {f"psum of {d}": f"f.py:{d}"}) for d in "123")
+def program(digest, called=True, processes=((0, 3),)):
+    return Program(
+        "jit(f)", {f"psum of {digest}": f"f.py:{digest}"}, Note(digest, called, processes)
+    )
+
+
+A, B, C, D = map(program, "1234")
+B_AHEAD, C_AHEAD = program("2", called=False), program("3", called=False)
+
+
+@pytest.fixture
+def told(store):
+    """What is said where this process, 0, and others have these programs."""
+
+    def tell(ours, *others):
+        consistency._book.programs.clear()
+        consistency._book.programs.update({p.note.digest: p for p in ours})
+        for process, programs in enumerate((ours, *others)):
+            store.tell(process, *programs)
+        return consistency.told_by()
+
+    return tell
 
 
 @pytest.mark.parametrize(
@@ -129,44 +156,87 @@ A, B, C = (Program("jit(f)", d, {f"psum of {d}": f"f.py:{d}"}) for d in "123")
     [
         ([A], [A]),
         ([A, B], [B, A]),  # In another order.
+        ([A, B], [A, B_AHEAD]),
         ([A, B], [A]),  # The other has not come so far.
         ([A], [A, B, C]),  # Nor have we.
         ([A], []),
+        # Programs in which the other takes no part.
+        ([A, program("5", processes=((0, 0), (2, 3)))], [A, program("6", processes=((1, 3),))]),
+        ([A, program("5", processes=((0, 0), (2, 3)))], [A, B]),
     ],
 )
-def test_processes_that_do_not_differ(store, ours, theirs):
-    consistency._book.programs.update({p.digest: p for p in ours})
-    store.tell(0, *ours)
-    store.tell(1, *theirs)
-    assert consistency.difference() is None
+def test_processes_that_do_not_differ(told, ours, theirs):
+    assert consistency.differences(told(ours, theirs)) == []
 
 
-def test_what_one_has_not_compiled_yet(store):
-    consistency._book.programs.update({p.digest: p for p in (A, B)})
-    store.tell(0, A, B)
-    store.tell(1, A, B)
-    assert consistency.missing() is None
-    store.tell(1, A)
-    why = "has not compiled jit(f), as process 0 has: psum of 2 at f.py:2"
-    assert consistency.missing() == (1, why)
-    store.tell(1, A, B, C)
-    why = "compiled jit(f), which process 0 has not: psum of 3 at f.py:3"
-    assert consistency.missing() == (1, why)
+def test_teams_with_programs_of_their_own(told):
+    first, second = program("5", processes=((0, 1),)), program("6", processes=((2, 3),))
+    assert consistency.differences(told([first], [first], [second], [second])) == []
+    assert consistency.missing(told([first], [first], [second], [second])) == ""
+    third = program("7", processes=((2, 3),))
+    (found,) = consistency.differences(told([first], [first], [second], [third]))
+    assert (found.processes, found.called) == ((2, 3), True)
 
 
-def test_processes_that_differ(store):
-    consistency._book.programs.update({p.digest: p for p in (A, B)})
-    store.tell(0, A, B)
-    store.tell(1, A, B)
-    store.tell(2, A, C)
-    assert consistency.difference() == (
-        2,
-        "compiled jit(f) with psum of 3 at f.py:3; process 0 compiled jit(f) with psum of 2 at "
-        "f.py:2",
+def test_what_one_has_not_compiled_yet(told):
+    assert consistency.missing(told([A, B], [B, A])) == ""
+    assert (
+        consistency.missing(told([A, B], [A]))
+        == "process 0 compiled jit(f), which process 1 has not: psum of 2 at f.py:2"
     )
-    store.tell(2, A, Program("jit(f)", "4", B.collectives))
-    process, why = consistency.difference()
-    assert (process, "in another order or number" in why) == (2, True)
+    assert (
+        consistency.missing(told([A, B], [A, B], [A, B_AHEAD, C]))
+        == "process 2 compiled jit(f), which process 0 has not: psum of 3 at f.py:3"
+    )
+
+
+def test_processes_that_differ(told):
+    (found,) = consistency.differences(told([A, B], [A, B], [A, C]))
+    assert found.processes == (0, 2)
+    assert found.called
+    assert str(found) == (
+        "process 0 compiled jit(f) with psum of 2 at f.py:2; process 2 compiled jit(f) with psum "
+        "of 3 at f.py:3"
+    )
+    again = Program("jit(g)", B.collectives, Note("4"))
+    (found,) = consistency.differences(told([A, B], [A, B], [A, again]))
+    assert "jit(f) and process 2 jit(g) with the same collectives, but in another" in str(found)
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "digests", "called"),
+    [
+        ([B_AHEAD], [C_AHEAD], ("2", "3"), False),
+        ([B_AHEAD], [C], ("2", "3"), False),
+        ([program("2", processes=None)], [C], ("2", "3"), False),
+        # What is called comes before what is newer.
+        ([A, B_AHEAD], [C, program("5", called=False)], ("1", "3"), True),
+        ([A, B], [C, D], ("2", "4"), True),
+    ],
+)
+def test_what_is_called_differs_for_sure(told, ours, theirs, digests, called):
+    (found,) = consistency.differences(told(ours, theirs))
+    assert (found.digests, found.called) == (digests, called)
+
+
+def test_each_difference_is_said_once(told, capsys):
+    def said(*programs):
+        told(*programs)
+        consistency._book._warn()
+        return re.findall(r"psum of (\d) .*; .*psum of (\d)", capsys.readouterr().err)
+
+    assert said([B_AHEAD], [C_AHEAD]) == [("2", "3")]
+    assert said([B_AHEAD], [C_AHEAD]) == []
+    # One that does no harm does not use it up.
+    assert said([B_AHEAD, A], [C_AHEAD, D]) == [("1", "4")]
+    assert said([B_AHEAD, A], [C_AHEAD, D]) == []
+
+
+def test_who_reads_what(told, store, monkeypatch):
+    told([A], [B], [C])
+    assert list(consistency.told_by()) == [0, 1, 2]
+    monkeypatch.setattr(jax, "process_index", lambda: 2)
+    assert sorted(consistency.told_by(0)) == [0, 2]
 
 
 def test_nothing_of_it_stops_a_compilation(monkeypatch):
@@ -213,16 +283,13 @@ def test_a_job_that_stands_still_ends_with_the_difference():
                 dog.step(step)
                 jax.block_until_ready(f(x))
     """
-    here = ("direct", "ring")
-    for process, (status, _, errors) in enumerate(
-        finish(start(PROGRAM + textwrap.dedent(code), processes=2, devices=2))
-    ):
-        other = 1 - process
+    results = finish(start(PROGRAM + textwrap.dedent(code), processes=2, devices=2))
+    for process, (status, _, errors) in enumerate(results):
         assert status == 70, errors[-2000:]
         said = re.search(
-            rf"process {other} \(.*\) compiled jit\(<lambda>\) with psum of .* by {here[other]} at "
-            rf"<string>:\d+; process {process} compiled jit\(<lambda>\) with psum of .* by "
-            rf"{here[process]} at <string>:\d+, last in step 0; process {process} waits",
+            r"processes differ, and wait for each other: process 0 compiled jit\(<lambda>\) with "
+            r"psum of .* by direct at <string>:\d+; process 1 compiled jit\(<lambda>\) with psum "
+            rf"of .* by ring at <string>:\d+; process {process} waits in step 0 and ends",
             errors,
         )
         assert said, errors[-2000:]
@@ -244,16 +311,11 @@ def test_what_one_alone_has_compiled_is_said_when_nobody_gets_on():
             jax.block_until_ready(f(x))
     """
     results = finish(start(PROGRAM + textwrap.dedent(code), processes=2, devices=2))
-    for process, (status, _, errors) in enumerate(results):
+    for status, _, errors in results:
         assert status != 0
-        other, said = (
-            (0, "has not compiled jit(<lambda>), as process 1 has")
-            if process == 1
-            else (1, f"compiled jit(<lambda>), which process {process} has not")
-        )
         assert (
-            f"jax_ring.watchdog: nobody gets on; process {other} {said}: psum of float32[1, 8] "
-            "over x by ring at <string>:" in errors
+            "jax_ring.watchdog: nobody gets on; process 1 compiled jit(<lambda>), which process 0 "
+            "has not: psum of float32[1, 8] over x by ring at <string>:" in errors
         ), errors[-2000:]
 
 
@@ -281,13 +343,15 @@ def test_without_a_watchdog_a_difference_is_said_once():
 @pytest.mark.multiprocess
 @pytest.mark.slow
 def test_a_healthy_job_goes_on():
-    """In another order, twice, one process alone, at other times."""
+    """In another order, twice, one process alone, for later, at other times, with long pauses."""
     code = """
         consistency.PATIENCE_S = 0.5
         f = mapped(lambda v: jax_ring.psum(v, "x"))
         g = mapped(lambda v: jax_ring.pmax(v, "x"))
         for h in (f, g) if me else (g, f):
             h.lower(x)
+        other = mapped(lambda v: jax_ring.psum(v, "x", algorithm="ring" if me else "direct"))
+        other.lower(x).compile()  # Never called.
         if me:
             mapped(lambda v: jax_ring.pmin(v, "x")).lower(x)
             local = Mesh(jax.local_devices(), "x")
@@ -299,9 +363,10 @@ def test_a_healthy_job_goes_on():
             if me:
                 time.sleep(3)
             jax.block_until_ready((f(x), g(x)))
-            time.sleep(1)
+            time.sleep(4)
     """
     for status, _, errors in finish(start(PROGRAM + textwrap.dedent(code), processes=2, devices=2)):
         assert status == 0, errors[-2000:]
-        assert "differ" not in errors
         assert " ends" not in errors
+        # What was only compiled is said, and no more.
+        assert "nobody gets on; processes differ, and may wait for each other: process 0" in errors

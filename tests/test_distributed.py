@@ -1,5 +1,7 @@
 """How processes find each other, that they are told what is wrong, and that none is waited for."""
 
+import collections
+import itertools
 import json
 import os
 import re
@@ -15,16 +17,17 @@ import time
 import jax
 import jax.numpy as jnp
 import pytest
+from coordination import Store
 from harness import mesh
 from jax.sharding import PartitionSpec as P
 from processes import finish, free_port, start
 
 import jax_ring
-from jax_ring import distributed, rollcall
+from jax_ring import _compat, distributed, rollcall
 from jax_ring.choose import Link, save_tuning
 from jax_ring.distributed import check_consistency, find, launched
 from jax_ring.schedules import ring
-from jax_ring.watchdog import EXIT_STATUS, Watchdog
+from jax_ring.watchdog import EXIT_STATUS
 
 WHERE = {"JAX_RING_COORDINATOR": "node1:1234"}
 
@@ -277,9 +280,17 @@ def test_tuning_files_are_compared_by_what_they_say(as_two_processes, tmp_path):
             as_two_processes(f, f, settings=({"tuning": first}, {"tuning": second}))
 
 
-def test_a_watchdog_wants_time():
-    with pytest.raises(ValueError, match="timeout must be more than 0 s, got 0"):
-        Watchdog(0)
+def test_who_comes_after_a_timeout_finds_nothing_old(monkeypatch):
+    store = Store()
+    monkeypatch.setattr(_compat, "coordination_client", lambda: store)
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    # Alone, process 0 finds nobody; process 1 comes when it has gone.
+    for process, other in ((0, 1), (1, 0)):
+        monkeypatch.setattr(jax, "process_index", lambda process=process: process)
+        monkeypatch.setattr(distributed, "_turns", collections.defaultdict(itertools.count))
+        with pytest.raises(TimeoutError, match=f"process {other} did not say its collectives"):
+            distributed._exchanged("collectives", "[]", 0.1)
+        assert store.values == {}
 
 
 # --- several processes ----------------------------------------------------------------------------
