@@ -242,7 +242,7 @@ class _Part:
         # Messages that go one after the other are as those through one port.
         sent = self._sent(1 if link.serial else link.ports)
         if link.exchange > 1:
-            sent += (link.exchange - 1) * sum(n * _exchanged(runs) for n, runs in self.rounds)
+            sent += (link.exchange - 1) * sum(n * exchanged(runs) for n, runs in self.rounds)
         return latencies * link.alpha + sent * self.chunk * link.beta + memory
 
     def _sent(self, ports: int) -> float:
@@ -262,7 +262,7 @@ def _moving(runs: list[Run]) -> int:
     return sum(bool(run.first.perm) for run in runs)
 
 
-def _exchanged(runs: list[Run]) -> int:
+def exchanged(runs: list[Run]) -> int:
     """The chunks of those steps of a round in which two ranks send to each other."""
     return sum(run.first.k for run in runs if _exchanges(run.first.perm))
 

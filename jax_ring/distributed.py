@@ -282,7 +282,7 @@ def initialize(
 
 
 def _compare_device_counts(timeout: float) -> None:
-    counts = _exchanged("devices", str(jax.local_device_count()), timeout)
+    counts = exchanged("devices", str(jax.local_device_count()), timeout)
     if len(set(counts)) > 1:
         each = ", ".join(f"process {i} has {n}" for i, n in enumerate(counts))
         raise RuntimeError(
@@ -354,8 +354,17 @@ def _problem(hellos: list[Mapping[str, Any]], place: Place, timeout: float) -> s
 _turns: dict[str, itertools.count[int]] = collections.defaultdict(itertools.count)
 
 
-def _exchanged(what: str, own: str, timeout: float) -> list[str]:
-    """What each process says, in their order. All must call it, as often as each other."""
+def exchanged(what: str, own: str, timeout: float) -> list[str]:
+    """What each process says, in their order. All must call it, as often as each other.
+
+    Args:
+      what: what it is about.
+      own: what this process says.
+      timeout: how long it waits for each other process, in seconds.
+
+    Raises:
+      TimeoutError: naming a process that said nothing.
+    """
     client = _compat.coordination_client()
     if client is None:
         return [own]
@@ -404,7 +413,7 @@ def check_consistency(
     """
     found = f if isinstance(f, Explanation) else explain(f, *args, **kwargs)
     own = [_tuning(), *map(_fingerprint, found.collectives)]
-    everyone = _exchanged("collectives", json.dumps(own), timeout)
+    everyone = exchanged("collectives", json.dumps(own), timeout)
     first = json.loads(everyone[0])
     for process, text in enumerate(everyone):
         for i, (a, b) in enumerate(

@@ -449,7 +449,7 @@ def _all_can_start(advice: list[Advice]) -> bool:
     own = json.dumps([bool(environment_error), [dataclasses.asdict(one) for one in advice]])
     try:
         everyone = [
-            json.loads(text) for text in distributed._exchanged("diagnosis", own, _PATIENCE_S)
+            json.loads(text) for text in distributed.exchanged("diagnosis", own, _PATIENCE_S)
         ]
     except TimeoutError as error:
         advice.append(Advice(True, _one_line(error), "see what that process prints"))

@@ -234,7 +234,7 @@ def as_two_processes(monkeypatch):
     def check(first, second, settings=({}, {})):
         said = []
         monkeypatch.setattr(
-            distributed, "_exchanged", lambda what, own, timeout: said.append(own) or said
+            distributed, "exchanged", lambda what, own, timeout: said.append(own) or said
         )
         for f, changes in zip((first, second), settings, strict=True):
             whole = jax.shard_map(f, mesh=mesh(2), in_specs=P("x"), out_specs=P("x"))
@@ -289,7 +289,7 @@ def test_who_comes_after_a_timeout_finds_nothing_old(monkeypatch):
         monkeypatch.setattr(jax, "process_index", lambda process=process: process)
         monkeypatch.setattr(distributed, "_turns", collections.defaultdict(itertools.count))
         with pytest.raises(TimeoutError, match=f"process {other} did not say its collectives"):
-            distributed._exchanged("collectives", "[]", 0.1)
+            distributed.exchanged("collectives", "[]", 0.1)
         assert store.values == {}
 
 

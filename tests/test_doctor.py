@@ -208,7 +208,7 @@ def other_processes_say(monkeypatch, *others):
     said = [
         json.dumps([wrong, [dataclasses.asdict(one) for one in their]]) for wrong, their in others
     ]
-    monkeypatch.setattr(doctor.distributed, "_exchanged", lambda what, own, _: [own, *said])
+    monkeypatch.setattr(doctor.distributed, "exchanged", lambda what, own, _: [own, *said])
 
 
 def test_what_other_processes_find_is_told(quick, monkeypatch):
@@ -240,7 +240,7 @@ def test_a_process_that_says_nothing_is_a_problem(quick, monkeypatch):
     def exchanged(*_):
         raise TimeoutError("process 1 did not say its diagnosis within 60 s")
 
-    monkeypatch.setattr(doctor.distributed, "_exchanged", exchanged)
+    monkeypatch.setattr(doctor.distributed, "exchanged", exchanged)
     found = diagnose(lambda: ranks(2))
     assert found.advice[0].what == "process 1 did not say its diagnosis within 60 s"
     assert found.checks == ()

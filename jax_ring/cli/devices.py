@@ -115,6 +115,6 @@ def by_first_process(check: Callable[[], None]) -> None:
             check()
         except (ValueError, ImportError, OSError) as error:
             problem = str(error)
-    problem = distributed._exchanged("checks", problem, _PATIENCE_S)[0]
+    problem = distributed.exchanged("checks", problem, _PATIENCE_S)[0]
     if problem:
         raise ValueError(problem)

@@ -30,6 +30,6 @@ def test_a_file_is_no_folder(tmp_path):
 
 def test_all_processes_fail_with_the_first(monkeypatch):
     monkeypatch.setattr(devices, "is_first_process", lambda: False)
-    monkeypatch.setattr(distributed, "_exchanged", lambda what, own, _: ["a full disk", own])
+    monkeypatch.setattr(distributed, "exchanged", lambda what, own, _: ["a full disk", own])
     with pytest.raises(ValueError, match="a full disk"):
         by_first_process(lambda: pytest.fail("this is not the first"))
