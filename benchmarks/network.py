@@ -43,7 +43,7 @@ from jax_ring.launch import MALLOC_TUNING
 
 SIZES = ("16 KiB", "1 MiB", "16 MiB", "64 MiB")
 PSUM = "lax.psum"
-# Ours, as the keywords of `jax_ring.psum`.
+# Ours, as the keywords of `jax_ring.psum`; N is the number of hosts.
 CASES = (
     PSUM,
     "dict()",
@@ -52,6 +52,8 @@ CASES = (
     "dict(wire='int8')",
     "dict(algorithm='ring', wire='bfloat16')",
     "dict(algorithm='ring', wire='int8')",
+    "dict(algorithm=ring(N, channels=4), wire='bfloat16')",
+    "dict(algorithm=ring(N, channels=2), wire='int8')",
 )
 JAX_ON_CPU = {"JAX_PLATFORMS": "cpu", **MALLOC_TUNING}
 START_S = 60.0  # How long a library may take to start,

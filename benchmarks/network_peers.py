@@ -61,7 +61,7 @@ def jax_cases() -> tuple[Any, str]:
         if case == "lax.psum":
             reduce = functools.partial(jax.lax.psum, axis_name="x")
         else:
-            known = {"dict": dict, "ring": jax_ring.schedules.ring}
+            known = {"dict": dict, "ring": jax_ring.schedules.ring, "N": size}
             options = eval(case, known)
             reduce = functools.partial(jax_ring.psum, axis_name="x", **options)
         run = mapped(lambda v: reduce(v[0])).lower(x).compile()
