@@ -6,7 +6,6 @@ from typing import Annotated, TextIO
 
 import typer
 
-from jax_ring.cli.mistakes import mistakes_of_the_user
 from jax_ring.launch import Job, launch
 
 _COLOURS = ("cyan", "green", "yellow", "magenta", "blue", "red")
@@ -49,9 +48,8 @@ def run(
       jax-ring run -n 2 --devices-per-process 4 -- python train.py
       jax-ring run -n 2 --no-prefix -- jax-ring doctor --json > report.json
     """  # noqa: D301  (\b keeps the lines apart in the help.)
-    with mistakes_of_the_user("run"):
-        job = Job(tuple(command), processes, devices_per_process, malloc_tuning, grace)
-        status = launch(job, prefix=_coloured if prefix else None, own_prefix="jax-ring run: ")
+    job = Job(tuple(command), processes, devices_per_process, malloc_tuning, grace)
+    status = launch(job, prefix=_coloured if prefix else None, own_prefix="jax-ring run: ")
     raise typer.Exit(status)
 
 
