@@ -255,8 +255,8 @@ def local_primitive(
             platform: str = platform,
             **params: Any,
         ) -> Any:
-            use = _unpartitioned(ctx) and not _for_export(ctx)
-            use = use and wanted(platform, *ctx.avals_in, **params)
+            possible = _unpartitioned(ctx) and not _for_export(ctx)
+            use = possible and wanted(platform, *ctx.avals_in, **params)
             return (custom if use else plain)(ctx, *operands, **params)
 
         mlir.register_lowering(primitive, lowering, platform=platform)

@@ -95,8 +95,11 @@ LINKS: Mapping[str, Link] = {
         beta=0.0,
         gamma=0.015e-9,
         spills=(
-            *((128 << 10, 2.0), (1 << 20, 2.4)),
-            *((2 << 20, 2.7), (4 << 20, 3.0), (8 << 20, 3.3)),
+            (128 << 10, 2.0),
+            (1 << 20, 2.4),
+            (2 << 20, 2.7),
+            (4 << 20, 3.0),
+            (8 << 20, 3.3),
         ),
         shared=True,
         source="devices of one process, fitted to benchmarks/inprocess.py on two cores",
@@ -180,11 +183,13 @@ def predict(
       '4.375 ms'
     """
     rounds = list(schedule.stretches())
-    state = plan(schedule) if link.gamma or (across and across.gamma) else None
-    segments = state.segments if state else []
-    # Where parts are stored among what is still read the operand is copied first, unless donated.
-    parts = any(s.traits.store and s.first.k < schedule.chunks for s in segments)
-    copies = parts and state is not None and not state.renews
+    segments, copies = [], False
+    if link.gamma or (across and across.gamma):
+        state = plan(schedule)
+        segments = state.segments
+        # Where parts are stored among what is still read, it is copied first, unless donated.
+        parts = any(s.traits.store and s.first.k < schedule.chunks for s in segments)
+        copies = parts and not state.renews
     whole = _Part(nbytes, schedule.chunks, rounds, segments, copies, schedule.ranks)
     if across is None:
         return whole.seconds(link)
@@ -242,7 +247,7 @@ class _Part:
         # Messages that go one after the other are as those through one port.
         sent = self._sent(1 if link.serial else link.ports)
         if link.exchange > 1:
-            sent += (link.exchange - 1) * sum(n * exchanged(runs) for n, runs in self.rounds)
+            sent += (link.exchange - 1) * sum(n * _exchanged(runs) for n, runs in self.rounds)
         return latencies * link.alpha + sent * self.chunk * link.beta + memory
 
     def _sent(self, ports: int) -> float:
@@ -262,7 +267,7 @@ def _moving(runs: list[Run]) -> int:
     return sum(bool(run.first.perm) for run in runs)
 
 
-def exchanged(runs: list[Run]) -> int:
+def _exchanged(runs: list[Run]) -> int:
     """The chunks of those steps of a round in which two ranks send to each other."""
     return sum(run.first.k for run in runs if _exchanges(run.first.perm))
 

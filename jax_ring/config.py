@@ -38,6 +38,11 @@ ENVIRONMENT: Mapping[str, str] = os.environ
 _FLAGS = ("native", "allow_xla", "check_consistency")
 
 
+def _variable(name: str) -> str:
+    """The variable of the environment for a setting."""
+    return f"JAX_RING_{name.upper()}"
+
+
 @dataclasses.dataclass(frozen=True)
 class Settings:
     """The settings in force.
@@ -73,7 +78,7 @@ class Settings:
             value = getattr(self, name)
             if value not in allowed:
                 raise ValueError(
-                    f"{name} (JAX_RING_{name.upper()}) must be one of {allowed}, got {value!r}"
+                    f"{name} ({_variable(name)}) must be one of {allowed}, got {value!r}"
                 )
         if isinstance(self.unroll, bool) or not isinstance(self.unroll, int) or self.unroll < 1:
             raise ValueError(
@@ -82,7 +87,7 @@ class Settings:
         for name in _FLAGS:
             value = getattr(self, name)
             if not isinstance(value, bool):
-                raise ValueError(f"{name} (JAX_RING_{name.upper()}) must be a bool, got {value!r}")
+                raise ValueError(f"{name} ({_variable(name)}) must be a bool, got {value!r}")
         if self.tuning is not None:
             choose.load_tuning(self.tuning)
 
@@ -101,13 +106,13 @@ class Settings:
         """
         found: dict[str, Any] = {}
         for name in ("algorithm", "reducer", "link"):
-            if (variable := f"JAX_RING_{name.upper()}") in environment:
+            if (variable := _variable(name)) in environment:
                 found[name] = environment[variable].strip().lower()
         if "JAX_RING_UNROLL" in environment:
             found["unroll"] = _parse(environment, "JAX_RING_UNROLL", int, "an integer")
         flags = {"0": False, "false": False, "1": True, "true": True}
         for name in _FLAGS:
-            if (variable := f"JAX_RING_{name.upper()}") in environment:
+            if (variable := _variable(name)) in environment:
                 found[name] = _parse(environment, variable, lambda v: flags[v], "0 or 1")
         if environment.get("JAX_RING_TUNING"):
             found["tuning"] = environment["JAX_RING_TUNING"]
@@ -140,7 +145,7 @@ _current: contextvars.ContextVar[Settings] = contextvars.ContextVar("jax_ring", 
 _OTHERS = ("coordinator", "processes", "process", "cuda")
 
 
-def unread(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
+def unread(environment: Mapping[str, str] = ENVIRONMENT) -> dict[str, str]:
     """The variables that are named as if they were settings, which nothing reads.
 
     Args:
@@ -154,7 +159,7 @@ def unread(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
       {'JAX_RING_ALGORTIHM': 'JAX_RING_ALGORITHM', 'JAX_RING_X': ''}
     """
     fields = (field.name for field in dataclasses.fields(Settings))
-    known = [f"JAX_RING_{name.upper()}" for name in (*fields, *_OTHERS)]
+    known = [_variable(name) for name in (*fields, *_OTHERS)]
     return {
         name: next(iter(difflib.get_close_matches(name, known, n=1, cutoff=0.8)), "")
         for name in sorted(environment)
@@ -178,8 +183,8 @@ def _without(changes: Iterable[str]) -> Settings:
     """The settings in force, where it does not matter what the environment says of some of them."""
     if not environment_error or _current.get() is not settings:
         return _current.get()
-    replaced = {f"JAX_RING_{name.upper()}" for name in changes}
-    return Settings.from_environment({k: v for k, v in os.environ.items() if k not in replaced})
+    replaced = {_variable(name) for name in changes}
+    return Settings.from_environment({k: v for k, v in ENVIRONMENT.items() if k not in replaced})
 
 
 @contextlib.contextmanager

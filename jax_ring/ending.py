@@ -73,5 +73,10 @@ def _all_leave(client: Any, process: int, processes: int, failed: bool) -> bool:
 
 
 def _failed() -> bool:
-    """Whether an exception ends this process: Python has printed it, and not at a prompt."""
-    return getattr(sys, "last_value", None) is not None and not hasattr(sys, "ps1")
+    """Whether an exception ends this process, and not only a line at a prompt."""
+    return nothing_caught_it() and not hasattr(sys, "ps1")
+
+
+def nothing_caught_it() -> bool:
+    """Whether Python has printed an exception that nothing caught."""
+    return getattr(sys, "last_value", None) is not None

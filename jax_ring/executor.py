@@ -309,9 +309,7 @@ class _Execution:
         step, traits = segment.first, segment.traits
         if step.op is Op.COPY:
             return buffer, self.copy(arrived)
-        held = (
-            hands[step.channel] if traits.adds_to is None else self._in_hand(hands, traits.adds_to)
-        )
+        held = self._in_hand(hands, traits.adds_to or Sum(step.channel))
         if traits.raw and isinstance(t, int):
             # Ties what is encoded next to this: XLA:GPU otherwise sends all contributions
             # first, keeps all that arrive, and only then adds them.

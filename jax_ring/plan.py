@@ -259,21 +259,22 @@ class _Hands:
 
     def _made(self, before: int, ranks: list[int], chunks: Table) -> bool:
         """Whether a step produced just these chunks of some ranks, and they still hold."""
-        made = self.steps[before]
-        return (
-            set(made.targets).issuperset(ranks)
-            and np.array_equal(chunks[ranks], made.recv[ranks])
-            and bool((self._writer[_at(ranks, chunks)] == before).all())
-        )
+        same = np.array_equal(chunks[ranks], self.steps[before].recv[ranks])
+        return same and self._still_holds(before, ranks, chunks)
+
+    def _still_holds(self, before: int, ranks: list[int], chunks: Table) -> bool:
+        """Whether chunks of some ranks are as a step left them."""
+        wrote = bool((self._writer[_at(ranks, chunks)] == before).all())
+        return wrote and set(self.steps[before].targets).issuperset(ranks)
 
     def _among(self, before: int, ranks: list[int], chunks: Table) -> Places | None:
         """Where chunks of some ranks are among those that a step produced, if all of them are."""
-        made = self.steps[before]
-        present = set(made.targets).issuperset(ranks)
-        if not present or (self._writer[_at(ranks, chunks)] != before).any():
+        if not self._still_holds(before, ranks, chunks):
             return None
-        found = (chunks[:, :, None] == made.recv[:, None, :]).argmax(axis=2)
-        return tuple(map(tuple, found.tolist()))
+        made = self.steps[before].recv
+        place = np.zeros_like(self._writer)
+        np.put_along_axis(place, made, np.arange(made.shape[1])[None], axis=1)
+        return tuple(map(tuple, np.take_along_axis(place, chunks, axis=1).tolist()))
 
     def _resends(self, step: Step, before: int) -> bool:
         """Whether all that a step sends is just what another sent, and it still holds."""

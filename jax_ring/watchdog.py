@@ -31,7 +31,7 @@ from typing import Any, SupportsIndex
 
 import jax
 
-from jax_ring import _compat, consistency, last_words
+from jax_ring import _compat, consistency, ending, last_words
 from jax_ring.heartbeats import Beat, Judge, Silence, Verdict
 
 EXIT_STATUS = 70  # EX_SOFTWARE of sysexits.h.
@@ -324,9 +324,7 @@ class Watchdog:
     def _conclude(self) -> None:
         """Tells the others, where it was left by an error, whether that ends this process."""
         if self._error:
-            # Set when Python has printed an error that nothing caught.
-            uncaught = getattr(sys, "last_value", None) is not None
-            if uncaught or self._exits:
+            if ending.nothing_caught_it() or self._exits:
                 if self._may_be_anothers:
                     self._look_for_the_cause()
                 self._state = "failed"
