@@ -6,7 +6,7 @@ measured to win or is asked for, and plain JAX elsewhere, with the same bits:
 - `chunk_encode(buffer, row) -> message`
 - `chunk_reduce(received, buffer, row) -> message or value`: decode, add the local chunk in float32,
   encode again, in one pass
-- `chunk_decode(message, buffer, row) -> buffer`
+- `chunk_decode(buffer, message, row) -> buffer`
 
 They take the whole local buffer and the index of a chunk on the device: given a slice, XLA makes
 copies of all slices first, since the operands of a custom call must be in memory.
@@ -74,7 +74,7 @@ class Codec:
         Returns:
           The message.
         """
-        if self.wire is None or not self._as_call(buffer):
+        if not self._as_call(buffer):
             return self._written(_row(buffer, row), seed)
         return self._bind(encode_p, (buffer, row), seed)[0]
 
@@ -102,7 +102,7 @@ class Codec:
           The message, or the value: [..., n], in float32 if there is a wire.
         """
         factor = self.factor if finish and self.wire is not None else 1.0
-        if not self._as_call(buffer):
+        if not self._as_call(buffer) or self.op not in OPS:
             total = _reduced(self.wire, self.combine, received, _row(buffer, row), factor)
             return self._written(total, seed) if encode else total
         value = not encode and self.wire is not None
@@ -123,31 +123,38 @@ class Codec:
         Returns:
           The buffer.
         """
-        if not self._as_call(buffer) or self.wire is None:
+        if not self._as_call(buffer):
             return _replaced(buffer, row, self.value(message, buffer.shape[-1]))
-        return self._bind(decode_p, (message, buffer, row), None)[0]
+        return self._bind(decode_p, (buffer, message, row), None)[0]
 
     def value(self, message: Message, n: int) -> Array:
         """What a message of n elements says: [..., n], in float32 if there is a wire."""
         return message if self.wire is None else self.wire.decode(message, n)
 
-    def calls(self, buffer: Array) -> bool:
+    def calls(self, buffer: Array | jax.ShapeDtypeStruct) -> bool:
         """Whether custom calls will be made, as far as can be told before lowering."""
-        platform = {"gpu": "cuda"}.get(jax.default_backend(), jax.default_backend())
-        wanted = _wanted(platform, wire=self.wire, reducer=self.reducer)
-        return self._as_call(buffer) and wanted
+        return self._as_call(buffer) and self._wanted()
+
+    def adds(self, buffer: Array) -> bool:
+        """Whether chunks that travel as they are will be reduced by custom calls too."""
+        wanted = self.reducer == "native" or buffer.dtype.name not in _FASTER_BY_XLA
+        return self.op in OPS and wanted and self.calls(buffer)
+
+    def _wanted(self) -> bool:
+        platform = {"gpu": "cuda"}.get(_compat.platform(), _compat.platform())
+        return _wanted(platform, wire=self.wire, reducer=self.reducer)
 
     def _written(self, value: Array, seed: Array | None) -> Message:
         if self.wire is None:
             return value
         return self.wire.encode(value.astype(jnp.float32), seed)
 
-    def _as_call(self, buffer: Array) -> bool:
+    def _as_call(self, buffer: Array | jax.ShapeDtypeStruct) -> bool:
         """Whether there may be a custom call for this."""
         if self.reducer == "xla" or buffer.ndim != 2 or buffer.size == 0:
             return False
         if self.wire is None:
-            return self.reducer == "native" and takes(self.op, buffer.dtype)
+            return buffer.dtype.name in _IDENTITY_DTYPES
         lossy = type(self.wire) in (Cast, Blocks) and self.op == "sum"
         return lossy and buffer.dtype in (jnp.float32, jnp.bfloat16)
 
@@ -160,15 +167,13 @@ class Codec:
         return result
 
 
-def takes(op: str, dtype: Any) -> bool:
-    """Whether the native module reduces chunks of a dtype as they are, by an operation."""
-    return op in OPS and jnp.dtype(dtype).name in _IDENTITY_DTYPES
-
-
+# What the native module moves as it is, and reduces.
 _IDENTITY_DTYPES = {
     *("float64", "float32", "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2"),
     *("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"),
 }
+# Of these, what XLA:CPU was measured to reduce faster.
+_FASTER_BY_XLA = {"float16", "float8_e5m2"}
 
 
 def _batch_of_one(x: Array) -> Array:
@@ -218,6 +223,8 @@ def scaled(total: Array, factor: float) -> Array:
 
 
 def _encode_result(buffer: Any, row: Any, *_: Any, wire: Any, **__: Any) -> Any:
+    if wire is None:
+        return (row.shape[0], buffer.shape[-1]), buffer.dtype
     values = jax.ShapeDtypeStruct((row.shape[0], buffer.shape[-1]), jnp.float32)
     message = jax.eval_shape(wire.encode, values)
     return message.shape, message.dtype
@@ -231,7 +238,7 @@ def _reduce_result(
     return received.shape, received.dtype
 
 
-def _decode_result(message: Any, buffer: Any, row: Any, **_: Any) -> tuple[tuple[int, ...], Any]:
+def _decode_result(buffer: Any, message: Any, row: Any, **_: Any) -> tuple[tuple[int, ...], Any]:
     del message, row
     return buffer.shape, buffer.dtype
 
@@ -254,7 +261,8 @@ def _one_by_one(body: Callable[..., Array]) -> Callable[..., Array]:
 @_one_by_one
 def _encode_body(buffer: Array, row: Array, *seed: Array, wire: Any, reducer: str) -> Array:
     del reducer
-    message: Array = wire.encode(_row(buffer, row).astype(jnp.float32), *seed)
+    chunk = _row(buffer, row)
+    message: Array = chunk if wire is None else wire.encode(chunk.astype(jnp.float32), *seed)
     return message
 
 
@@ -281,9 +289,10 @@ def _reduce_body(
 
 
 @_one_by_one
-def _decode_body(message: Array, buffer: Array, row: Array, *, wire: Any, reducer: str) -> Array:
+def _decode_body(buffer: Array, message: Array, row: Array, *, wire: Any, reducer: str) -> Array:
     del reducer
-    return _replaced(buffer, row, wire.decode(message, buffer.shape[-1]))
+    value = message if wire is None else wire.decode(message, buffer.shape[-1])
+    return _replaced(buffer, row, value)
 
 
 def _attributes(wire_format: WireFormat | None) -> dict[str, Any]:
@@ -330,8 +339,9 @@ def _reduce_call(
 
 def _decode_call(*operands: Array, wire: Any, reducer: str) -> Array:
     del reducer
-    result = operands[1].shape, operands[1].dtype
-    return _call("jax_ring_chunk_decode", result, {1: 0}, *operands, **_attributes(wire))
+    # The buffer comes first, or XLA:CPU receives all that comes before it stores any of it.
+    result = operands[0].shape, operands[0].dtype
+    return _call("jax_ring_chunk_decode", result, {0: 0}, *operands, **_attributes(wire))
 
 
 def _wanted(platform: str, *avals: Any, wire: Any, reducer: str, **_: Any) -> bool:
@@ -346,8 +356,8 @@ def prefers_native(platform: str, wire: WireFormat | None) -> bool:
     """What `JAX_RING_REDUCER=auto` picks: on CPU, what was measured to be faster for large buffers.
 
     By `benchmarks/chunk_reduce.py` and, for whole collectives, `benchmarks/collectives.py`; see
-    docs/benchmarks.md. Without a wire XLA's own sum is as fast and needs no call. On GPUs nothing
-    has been measured: there custom calls serve the formats that XLA does not fuse into one kernel.
+    docs/benchmarks.md. On GPUs nothing has been measured: there custom calls serve the formats that
+    XLA does not fuse into one kernel.
 
     Args:
       platform: "cpu" or "cuda".
@@ -356,7 +366,7 @@ def prefers_native(platform: str, wire: WireFormat | None) -> bool:
     Returns:
       Whether the custom call is made.
     """
-    return isinstance(wire, Blocks) or (platform == "cpu" and wire is not None)
+    return platform == "cpu" or isinstance(wire, Blocks)
 
 
 def _primitive(

@@ -18,6 +18,7 @@ from jax import lax
 
 from jax_ring import room
 from jax_ring.chunk_reduce import Codec, rounded, scaled
+from jax_ring.layout import left_to_compiler
 from jax_ring.plan import Origin, Places, Plan, Segment, Source, Sum, own_chunks, plan
 from jax_ring.schedules import Op, Schedule
 from jax_ring.schedules.schedule import Perm, Table, affine
@@ -165,18 +166,33 @@ class Arithmetic:
     """How chunks are reduced.
 
     Attributes:
-      combine: the associative and commutative function of two arrays.
+      codec: without a wire; its associative and commutative function of two arrays.
       dtype: the type in which partial results are held and travel.
       finish: applied to each finished chunk once, by the rank that finishes it, before the result
         is rounded to the type of the data; None for nothing.
     """
 
-    combine: Callable[[Array, Array], Array]
+    codec: Codec
     dtype: Any
     finish: Callable[[Array], Array] | None = None
 
 
-Rows = list[Array] | Array | None
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """Chunks that lie one after the other.
+
+    Attributes:
+      start: the index of the first.
+      k: how many.
+      aligned: whether the index is a multiple of k on every rank.
+    """
+
+    start: Array
+    k: int
+    aligned: bool
+
+
+Rows = list[Run] | Run | None
 Hands = dict[int, Any]  # By channel.
 Active = list[tuple[Segment, int]]  # Segments, and how many of their steps are done.
 
@@ -188,11 +204,8 @@ def _origin(segment: Segment, t: Array | int) -> Origin:
 class _Execution:
     """A schedule being traced over one buffer with a dimension of chunks."""
 
-    def __init__(
-        self, schedule: Schedule, comm: Communicator, axis: int, block: int, label: str
-    ) -> None:
+    def __init__(self, schedule: Schedule, comm: Communicator, label: str) -> None:
         self.schedule, self.comm, self.label = schedule, comm, label
-        self.axis, self.block = axis, block
         self.plan = plan(schedule)
         self.index = comm.index()
         # What the step before in each channel sent, for a step that sends it again.
@@ -237,48 +250,6 @@ class _Execution:
         else:
             held = hands[origin.channel]
         return self.carried(segment, held)
-
-    def load(self, buffer: Array, rows: Rows, k: int) -> Array:
-        """Reads k chunks; `rows` as the method of that name gives it."""
-        if rows is None:
-            return buffer
-        if isinstance(rows, list):
-            parts = [self.load(buffer, row, 1) for row in rows]
-            return lax.concatenate(parts, self.axis)
-        sizes = list(buffer.shape)
-        sizes[self.axis] = k * self.block
-        return lax.dynamic_slice(
-            buffer, self._starts(buffer, rows), sizes, allow_negative_indices=False
-        )
-
-    def store(self, buffer: Array, value: Array, rows: Rows) -> Array:
-        """Writes chunks where `load` would read them."""
-        if rows is None:
-            return value
-        if isinstance(rows, list):
-            for i, row in enumerate(rows):
-                start, stop = i * self.block, (i + 1) * self.block
-                part = lax.slice_in_dim(value, start, stop, axis=self.axis)
-                buffer = self.store(buffer, part, row)
-            return buffer
-        starts = self._starts(buffer, rows)
-        return lax.dynamic_update_slice(buffer, value, starts, allow_negative_indices=False)
-
-    def _starts(self, buffer: Array, row: Array) -> list[Array]:
-        zero = jnp.zeros((), row.dtype)
-        start = row * self.block if self.block > 1 else row
-        return [start if d == self.axis else zero for d in range(buffer.ndim)]
-
-    def rows(self, table: Table, t: Array | int, advance: int) -> Rows:
-        """Where this rank's chunks are: one start, k separate ones, or None for all of them."""
-        chunks, k = self.schedule.chunks, table.shape[1]
-        span = np.arange(k)
-        if k == chunks and (table == span).all():
-            return None
-        stays = advance == 0
-        if k == 1 or (stays and (table == table[:, :1] + span).all()):
-            return self._row(table[:, 0], t, advance)
-        return [self._row(table[:, i], t, advance) for i in range(k)]
 
     def _row(self, column: Table, t: Array | int, advance: int) -> Array:
         chunks = self.schedule.chunks
@@ -440,16 +411,67 @@ class _Plain(_Execution):
         self,
         schedule: Schedule,
         comm: Communicator,
-        arithmetic: Arithmetic | None,
+        arithmetic: Arithmetic,
         axis: int,
         block: int,
         dtype: Any,
         label: str,
     ) -> None:
-        super().__init__(schedule, comm, axis, block, label)
+        super().__init__(schedule, comm, label)
+        self.axis, self.block = axis, block
         self.result_dtype = dtype
-        self.arithmetic = arithmetic or Arithmetic(lambda a, b: a, dtype)
-        self.buffer_dtype = self.arithmetic.dtype if self.plan.widened else dtype
+        self.arithmetic, self.codec = arithmetic, arithmetic.codec
+        self.buffer_dtype = arithmetic.dtype if self.plan.widened else dtype
+
+    def rows(self, table: Table, t: Array | int, advance: int) -> Rows:
+        """Where this rank's chunks are: one run of them, k separate ones, or None for all."""
+        chunks, k = self.schedule.chunks, table.shape[1]
+        span = np.arange(k)
+        if k == chunks and (table == span).all():
+            return None
+        stays = advance == 0
+        if k == 1 or (stays and (table == table[:, :1] + span).all()):
+            return Run(self._row(table[:, 0], t, advance), k, bool((table[:, 0] % k == 0).all()))
+        return [Run(self._row(table[:, i], t, advance), 1, True) for i in range(k)]
+
+    def load(self, buffer: Array, rows: Rows) -> Array:
+        """Reads chunks; `rows` as the method of that name gives it."""
+        if rows is None:
+            return buffer
+        if isinstance(rows, list):
+            return lax.concatenate([self.load(buffer, run) for run in rows], self.axis)
+        starts, sizes = self._starts(buffer, rows), list(buffer.shape)
+        sizes[self.axis] = rows.k * self.block
+        return lax.dynamic_slice(buffer, starts, sizes, allow_negative_indices=False)
+
+    def taken(self, buffer: Array, rows: Rows, dtype: Any) -> Array:
+        """As `load`, for chunks that travel in some type."""
+        del dtype
+        return self.load(buffer, rows)
+
+    def store(self, buffer: Array, value: Array, rows: Rows) -> Array:
+        """Writes chunks where `load` would read them."""
+        if rows is None:
+            return value
+        if isinstance(rows, list):
+            for i, run in enumerate(rows):
+                start, stop = i * self.block, (i + 1) * self.block
+                part = lax.slice_in_dim(value, start, stop, axis=self.axis)
+                buffer = self.store(buffer, part, run)
+            return buffer
+        starts = self._starts(buffer, rows)
+        return lax.dynamic_update_slice(buffer, value, starts, allow_negative_indices=False)
+
+    def _starts(self, buffer: Array, run: Run) -> list[Array]:
+        zero = jnp.zeros((), run.start.dtype)
+        start = run.start * self.block if self.block > 1 else run.start
+        return [start if d == self.axis else zero for d in range(buffer.ndim)]
+
+    def add(self, arrived: Array, local: Array, rows: Rows) -> Array:
+        """What arrived and chunks of a buffer, or of what is in hand: then all."""
+        dtype = self.arithmetic.dtype
+        held = self.load(local, rows).astype(dtype)
+        return self.codec.combine(arrived.astype(dtype), held)
 
     def finish(self, value: Array) -> Array:
         """What a finished chunk looks like in the result."""
@@ -459,15 +481,16 @@ class _Plain(_Execution):
 
     def outgoing(self, segment: Segment, t: Array | int, buffer: Array, held: Any) -> Any:
         """Chunks in the type in which they travel."""
-        step = segment.first
+        dtype = self._travels_in(segment)
         if held is None:
-            held = self.load(buffer, self.rows(step.send, t, segment.advance), step.k)
-        return held.astype(self._travels_in(segment))
+            rows = self.rows(segment.first.send, t, segment.advance)
+            held = self.taken(buffer, rows, dtype)
+        return held.astype(dtype)
 
     def among(self, held: Any, places: Places) -> Any:
         """Their chunks."""
         table = np.array(places)
-        return self.load(held, self.rows(table, 0, 0), table.shape[1])
+        return self.load(held, self.rows(table, 0, 0))
 
     def _travels_in(self, segment: Segment) -> Any:
         """Sums travel in the type of the arithmetic, what is copied in that of the buffer."""
@@ -479,10 +502,10 @@ class _Plain(_Execution):
         self, segment: Segment, t: Array | int, arrived: Any, buffer: Array, held: Any
     ) -> Any:
         """The sums, finished if the step completes them."""
-        step, dtype = segment.first, self.arithmetic.dtype
         if segment.traits.adds_to is None:
-            held = self.load(buffer, self.rows(step.recv, t, segment.advance), step.k)
-        total = self.arithmetic.combine(arrived.astype(dtype), held.astype(dtype))
+            total = self.add(arrived, buffer, self.rows(segment.first.recv, t, segment.advance))
+        else:
+            total = self.add(arrived, held, None)
         return self.finish(total) if segment.traits.finishes else total
 
     def copy(self, arrived: Any) -> Any:
@@ -493,12 +516,89 @@ class _Plain(_Execution):
         """The buffer with the chunks."""
         step = segment.first
         rows = self.rows(step.recv, t, segment.advance)
-        held = self.where_received(step, held, lambda: self.load(buffer, rows, step.k))
+        held = self.where_received(step, held, lambda: self.load(buffer, rows))
         return self.store(buffer, held.astype(buffer.dtype), rows)
 
     def carried(self, segment: Segment, held: Any) -> Any:
         """In the type in which it travels."""
         return held.astype(self._travels_in(segment))
+
+
+class _ByCall(_Plain):
+    """Custom calls move and add the chunks.
+
+    XLA:CPU runs them in the thread that it is in, but hands its own loops over a chunk to other
+    threads, and waits. The buffer is [chunks, n], and what a step holds has one dimension: a
+    reshape between two calls that work in place is a copy.
+    """
+
+    def __init__(
+        self,
+        schedule: Schedule,
+        comm: Communicator,
+        arithmetic: Arithmetic,
+        n: int,
+        dtype: Any,
+        label: str,
+    ) -> None:
+        super().__init__(schedule, comm, arithmetic, 0, 1, dtype, label)
+        self.n = n
+
+    def load(self, buffer: Array, rows: Rows) -> Array:
+        """As one dimension."""
+        return super().load(buffer, rows).reshape(-1)
+
+    def taken(self, buffer: Array, rows: Rows, dtype: Any) -> Array:
+        """By a call, unless XLA can fuse a conversion into its own slice."""
+        row = self._row_of(buffer, rows)
+        if rows is None or row is None or buffer.dtype != dtype:
+            return self.load(buffer, rows)
+        return cast(Array, self.codec.encode(*row))
+
+    def store(self, buffer: Array, value: Array, rows: Rows) -> Array:
+        """By a call for each chunk, or all at once."""
+        if isinstance(rows, Run) and rows.k == 1:
+            return self.codec.decode(value, buffer, rows.start)
+        return super().store(buffer, value.reshape(-1, self.n), rows)
+
+    def add(self, arrived: Array, local: Array, rows: Rows) -> Array:
+        """By a call where that is what adds such types, and the chunks lie one after the other."""
+        row = self._row_of(local, rows)
+        fits = arrived.dtype == local.dtype == self.arithmetic.dtype
+        if row is None or not fits or not self.codec.adds(row[0]):
+            return super().add(arrived, local, rows)
+        return cast(Array, self.codec.reduce(arrived, *row, finish=False, encode=True))
+
+    def among(self, held: Any, places: Places) -> Any:
+        """Their chunks."""
+        return super().among(held.reshape(-1, self.n), places)
+
+    def _row_of(self, buffer: Array, rows: Rows) -> tuple[Array, Array] | None:
+        """The buffer as rows of which these chunks are one, and its index; None if they are not."""
+        if rows is None:
+            return buffer.reshape(1, -1), jnp.int32(0)
+        if isinstance(rows, list) or not rows.aligned or buffer.shape[0] % rows.k:
+            return None
+        if rows.k == 1:
+            return buffer, rows.start
+        return buffer.reshape(buffer.shape[0] // rows.k, -1), rows.start // rows.k
+
+
+def _plain(
+    schedule: Schedule,
+    comm: Communicator,
+    arithmetic: Arithmetic,
+    buffer: Array,
+    chunks: int,
+    axis: int,
+    block: int,
+    label: str,
+) -> tuple[_Plain, Array]:
+    """The execution of a schedule without a wire, and a buffer of some chunks as it has them."""
+    if by_rows(buffer, comm, arithmetic.codec, axis):
+        rows = buffer.reshape(chunks, -1)
+        return _ByCall(schedule, comm, arithmetic, rows.shape[1], rows.dtype, label), rows
+    return _Plain(schedule, comm, arithmetic, axis, block, buffer.dtype, label), buffer
 
 
 @dataclasses.dataclass(frozen=True)
@@ -528,15 +628,13 @@ class _Wired(_Execution):
         label: str,
         *,
         seed: Array | None = None,
-        finish: Callable[[Array], Array] | None = None,
         residual: Array | None = None,
         bare: bool = False,
     ) -> None:
-        super().__init__(schedule, comm, 0, 1, label)
+        super().__init__(schedule, comm, label)
         self.bare = bare
         self.width = max((run.first.k for run in schedule.steps.runs), default=1)
         self.codec, self.seed, self.residual = codec, seed, residual
-        self.plain_finish = finish if codec.wire is None else None
 
     def indices(self, table: Table, t: Array | int, advance: int) -> list[Array]:
         """This rank's chunks, one by one."""
@@ -604,8 +702,6 @@ class _Wired(_Execution):
     ) -> Any:
         fused = encodes and self.residual is None
         total = self.codec.reduce(received, local, at, seed, finish=finishes, encode=fused)
-        if finishes and self.plain_finish is not None:
-            total = self.plain_finish(total).astype(local.dtype)
         if fused or not encodes:
             return total
         message = self.codec.encode(total[None], jnp.int32(0), seed)
@@ -660,8 +756,7 @@ class _Wired(_Execution):
             values = [buffer[row] for row in rows]
         else:
             values = [self.value(held, i, buffer.shape[-1]) for i in range(len(rows))]
-        dtype = buffer.dtype if self.codec.wire is None else jnp.float32
-        return Sealed(value=jnp.stack(values).astype(dtype))
+        return Sealed(value=jnp.stack(values).astype(jnp.float32))
 
     def copy(self, arrived: Any) -> Any:
         """The message that arrived."""
@@ -716,9 +811,28 @@ def all_reduce(
     Returns:
       The reduced buffer, of the same shape and dtype.
     """
-    run = _Plain(schedule, comm, arithmetic, axis, block, buffer.dtype, label)
-    result, _ = run.run(buffer.astype(run.buffer_dtype), None, unroll)
-    return run.finish(result) if run.plan.widened else result
+    shape, chunks = buffer.shape, schedule.chunks
+    run, rows = _plain(schedule, comm, arithmetic, buffer, chunks, axis, block, label)
+    result, _ = run.run(rows.astype(run.buffer_dtype), None, unroll)
+    return (run.finish(result) if run.plan.widened else result).reshape(shape)
+
+
+def by_rows(buffer: Array, comm: Communicator, codec: Codec, axis: int = 0) -> bool:
+    """Whether custom calls are to work on the chunks of a buffer: then they must be its rows.
+
+    Args:
+      buffer: any buffer, without a wire.
+      comm: who takes part.
+      codec: how chunks are moved and reduced.
+      axis: the dimension along which they lie.
+
+    Returns:
+      Whether they lie one after the other in memory, and there are such calls.
+    """
+    apart = math.prod(buffer.shape[:axis]) > 1
+    if apart or comm.emulated or left_to_compiler() > 1:
+        return False
+    return codec.calls(jax.ShapeDtypeStruct((1, buffer.size), buffer.dtype))
 
 
 def reduce_scatter(
@@ -747,20 +861,23 @@ def reduce_scatter(
     Returns:
       This rank's chunks, reduced: `buffer` with a dimension `axis` of chunks / ranks blocks.
     """
-    run = _Plain(schedule, comm, arithmetic, axis, block, buffer.dtype, label)
-    result, hands = run.run(buffer.astype(run.buffer_dtype), None, unroll)
+    shape, chunks = list(buffer.shape), schedule.chunks
+    shape[axis] //= comm.size
+    run, rows = _plain(schedule, comm, arithmetic, buffer, chunks, axis, block, label)
+    result, hands = run.run(rows.astype(run.buffer_dtype), None, unroll)
     if run.plan.result is not None:
         value = hands[run.plan.result]
     else:
         own = own_chunks(schedule)
-        value = run.load(result, run.rows(own, 0, 0), own.shape[1])
-    return run.finish(value) if run.plan.widened else value
+        value = run.load(result, run.rows(own, 0, 0))
+    return (run.finish(value) if run.plan.widened else value).reshape(shape)
 
 
 def all_gather(
     schedule: Schedule,
     chunk: Array,
     comm: Communicator,
+    codec: Codec,
     *,
     axis: int,
     block: int,
@@ -773,6 +890,7 @@ def all_gather(
       schedule: of kind ALL_GATHER, for `comm.size` ranks.
       chunk: this rank's data; dimension `axis` holds chunks / ranks blocks.
       comm: who takes part.
+      codec: how chunks are moved, without a wire.
       axis: the dimension along which the chunks lie.
       block: the size of a chunk along it.
       unroll: longer segments become loops.
@@ -781,14 +899,19 @@ def all_gather(
     Returns:
       The chunks of all ranks: `chunk` with a dimension `axis` of `schedule.chunks` blocks.
     """
-    run = _Plain(schedule, comm, None, axis, block, chunk.dtype, label)
+    shape, own = list(chunk.shape), schedule.chunks // comm.size
+    shape[axis] *= comm.size
+    arithmetic = Arithmetic(codec, chunk.dtype)
+    run, chunk = _plain(schedule, comm, arithmetic, chunk, own, axis, block, label)
     rows = run.rows(own_chunks(schedule), 0, 0)
-    buffer = _blank(chunk, axis, comm)
+    buffer, held = _blank(chunk, run.axis, comm), run.load(chunk, None)
     origins = [o for s in run.plan.segments for o in (s.traits.origin, s.rest)]
     if any(origin.source is Source.LOAD for origin in origins):
-        return run.run(run.store(buffer, chunk, rows), chunk, unroll)[0]
-    # Nothing is sent from the buffer, so sending need not wait for the own chunk to be stored.
-    return run.store(run.run(buffer, chunk, unroll)[0], chunk, rows)
+        buffer = run.run(run.store(buffer, held, rows), held, unroll)[0]
+    else:
+        # Nothing is sent from the buffer, so sending need not wait for the own chunk to be stored.
+        buffer = run.store(run.run(buffer, held, unroll)[0], held, rows)
+    return buffer.reshape(shape)
 
 
 def _blank(chunk: Array, axis: int, comm: Communicator) -> Array:
@@ -816,7 +939,6 @@ def wired_all_reduce(
     unroll: int,
     label: str,
     seed: Array | None = None,
-    finish: Callable[[Array], Array] | None = None,
     feedback: bool = False,
 ) -> tuple[Array, Array | None]:
     """Executes an all-reduce over a wire.
@@ -829,7 +951,6 @@ def wired_all_reduce(
       unroll: longer segments become loops.
       label: names the steps in a profile.
       seed: uint32 [2] for formats that round at random.
-      finish: what is applied to finished sums where there is no wire; with one it is the codec's.
       feedback: whether to return what this rank's messages lost.
 
     Returns:
@@ -839,37 +960,29 @@ def wired_all_reduce(
     bare = _one_call_a_step(schedule, codec, rows)
     state = plan(schedule)
     dtype = rows.dtype
-    if codec.wire is not None and (state.widened or state.reencodes):
+    if state.widened or state.reencodes:
         rows = rows.astype(jnp.float32)
 
     def execution(part: Schedule) -> _Wired:
-        return _Wired(
-            part, comm, codec, label, seed=seed, finish=finish, residual=residual, bare=bare
-        )
+        return _Wired(part, comm, codec, label, seed=seed, residual=residual, bare=bare)
 
-    if state.reencodes and codec.wire is not None:
+    if state.reencodes:
         first = execution(_part(schedule, Op.REDUCE))
         sums, _ = first.run(rows, None, unroll)
         if first.plan.widened:
-            sums = _finished(sums, codec, finish)
+            sums = scaled(sums, codec.factor)
         result = _gathered_messages(_part(schedule, Op.COPY), sums, first, unroll)
     else:
         run = execution(schedule)
         result, _ = run.run(rows, None, len(schedule.steps) if feedback else unroll)
         residual = run.residual
         if state.widened:
-            result = _finished(result, codec, finish)
+            result = scaled(result, codec.factor)
     return rounded(result, dtype), residual
 
 
 def _one_call_a_step(schedule: Schedule, codec: Codec, rows: Array) -> bool:
     return codec.calls(rows) and all(run.first.k == 1 for run in schedule.steps.runs)
-
-
-def _finished(sums: Array, codec: Codec, finish: Callable[[Array], Array] | None) -> Array:
-    if codec.wire is None:
-        return finish(sums) if finish is not None else sums
-    return scaled(sums, codec.factor)
 
 
 def _part(schedule: Schedule, op: Op) -> Schedule:
@@ -897,8 +1010,9 @@ def _gathered_messages(schedule: Schedule, sums: Array, run: _Wired, unroll: int
     messages, tree = jax.tree.flatten(jax.tree.map(lambda *rows: jnp.stack(rows), *parts))
     gathered = []
     for message in messages:
-        copies = _Plain(schedule, run.comm, None, 0, 1, message.dtype, run.label)
-        gathered.append(copies.run(message, None, unroll)[0])
+        as_is = Arithmetic(dataclasses.replace(codec, wire=None), message.dtype)
+        copies, rows = _plain(schedule, run.comm, as_is, message, chunks, 0, 1, run.label)
+        gathered.append(copies.run(rows, None, unroll)[0].reshape(message.shape))
     result: Array = codec.value(jax.tree.unflatten(tree, gathered), n)
     return result
 
@@ -912,7 +1026,6 @@ def wired_reduce_scatter(
     unroll: int,
     label: str,
     seed: Array | None = None,
-    finish: Callable[[Array], Array] | None = None,
 ) -> Array:
     """Executes a reduce-scatter over a wire: only what travels is rounded.
 
@@ -924,15 +1037,14 @@ def wired_reduce_scatter(
       unroll: as `wired_all_reduce`.
       label: as `wired_all_reduce`.
       seed: as `wired_all_reduce`.
-      finish: as `wired_all_reduce`.
 
     Returns:
       This rank's chunk: [..., n].
     """
     dtype = rows.dtype
     bare = _one_call_a_step(schedule, codec, rows)
-    run = _Wired(schedule, comm, codec, label, seed=seed, finish=finish, bare=bare)
-    if codec.wire is not None and run.plan.widened:
+    run = _Wired(schedule, comm, codec, label, seed=seed, bare=bare)
+    if run.plan.widened:
         rows = rows.astype(jnp.float32)
     buffer, hands = run.run(rows, None, unroll)
     if run.plan.result is not None:
@@ -941,7 +1053,7 @@ def wired_reduce_scatter(
         own = run.indices(own_chunks(schedule), 0, 0)[0]
         chunk = lax.dynamic_index_in_dim(buffer, own, keepdims=False)
     if run.plan.widened:
-        chunk = _finished(chunk, codec, finish)
+        chunk = scaled(chunk, codec.factor)
     return rounded(chunk, dtype)
 
 
@@ -973,8 +1085,11 @@ def wired_all_gather(
         seed = jnp.stack([mix(seed[0] + comm.index().astype(jnp.uint32)), seed[1]])
     message = codec.encode(chunk[None], jnp.int32(0), seed)
     if plan(schedule).reencodes:
+        as_is = dataclasses.replace(codec, wire=None)
         gathered = [
-            all_gather(schedule, part[None], comm, axis=0, block=1, unroll=unroll, label=label)
+            all_gather(
+                schedule, part[None], comm, as_is, axis=0, block=1, unroll=unroll, label=label
+            )
             for part in jax.tree.leaves(message)
         ]
         messages = jax.tree.unflatten(jax.tree.structure(message), gathered)

@@ -32,7 +32,7 @@ from jax.extend.core import Primitive
 from jax.sharding import PartitionSpec
 
 from jax_ring import _compat, consistency, executor, layout
-from jax_ring.chunk_reduce import OPS, Codec, takes
+from jax_ring.chunk_reduce import OPS, Codec
 from jax_ring.executor import Array, Communicator, Groups
 from jax_ring.plan import plan
 from jax_ring.schedules import Kind, Schedule
@@ -136,14 +136,7 @@ class Method:
         reason = f"{_called(self.algorithm)} has no form for this part of the collective"
         return dataclasses.replace(self, algorithm=other, reason=reason)
 
-    def wired(self, op: str, dtype: Any, reduce_dtype: Any) -> bool:
-        """Whether chunks pass through a wire format or a native call on their way."""
-        if self.wire is not None:
-            return True
-        native = self.reducer == "native" and layout.left_to_compiler() == 1
-        return native and takes(op, dtype) and dtype == reduce_dtype
-
-    def codec(self, reduction: Reduction, factor: float) -> Codec:
+    def codec(self, reduction: Reduction, factor: float = 1.0) -> Codec:
         """How the chunks are written, reduced and read."""
         return Codec(self.wire, reduction.operation, reduction.combine, self.reducer, factor)
 
@@ -153,9 +146,10 @@ def _called(algorithm: str | Schedule) -> str:
 
 
 def _arithmetic(
-    reduction: Reduction, mean: bool, ranks: int, reduce_dtype: Any
+    method: Method, reduction: Reduction, mean: bool, ranks: int, reduce_dtype: Any
 ) -> executor.Arithmetic:
-    return executor.Arithmetic(reduction.combine, reduce_dtype, _mean_of(ranks) if mean else None)
+    finish = _mean_of(ranks) if mean else None
+    return executor.Arithmetic(method.codec(reduction), reduce_dtype, finish)
 
 
 def _mean_of(ranks: int) -> Callable[[Array], Array]:
@@ -232,7 +226,7 @@ def _all_reduce(
     for comm in _communicators(axes, groups, emulated):
         if comm.size == 1 or x.size == 0:
             continue
-        if method.wired(reduction.operation, x.dtype, reduce_dtype):
+        if method.wire is not None:
             reduced, _ = _wired_all_reduce(
                 x, *seed, comm=comm, reduction=reduction, mean=mean, method=method
             )
@@ -251,12 +245,15 @@ def _plain_all_reduce(
     method: Method,
 ) -> Array:
     schedule = method.schedule(Kind.ALL_REDUCE, comm.size)
-    division = layout.choose(x, schedule.chunks)
+    if executor.by_rows(x, comm, method.codec(reduction)):
+        division, _ = layout.choose_rows(x, schedule.chunks)
+    else:
+        division = layout.choose(x, schedule.chunks)
     buffer = executor.all_reduce(
         schedule,
         division.divide(x, reduction.identity),
         comm,
-        _arithmetic(reduction, mean, comm.size, reduce_dtype),
+        _arithmetic(method, reduction, mean, comm.size, reduce_dtype),
         axis=division.axis,
         block=division.block,
         unroll=method.unroll,
@@ -286,7 +283,6 @@ def _wired_all_reduce(
         unroll=method.unroll,
         label=f"jax_ring.{public_name(Kind.ALL_REDUCE, reduction, mean)}/{schedule.name}",
         seed=seed[0] if seed else None,
-        finish=_mean_of(comm.size) if mean else None,
         feedback=feedback,
     )
 
@@ -472,7 +468,7 @@ def _linear(f: Callable[..., Array], method: Method) -> Callable[[Array], Array]
 
     The arithmetic of a wire on bits has none, nor have custom calls.
     """
-    if method.wire is None and method.reducer != "native":
+    if method.wire is None:
         return f
     plain = dataclasses.replace(method.for_others(), wire=None, reducer="xla")
     return _with_tangent(f, lambda rows, y, t: _tangent_of(lambda v: f(v, method=plain), rows, t))
@@ -616,7 +612,7 @@ def _reduce_scatter(
     shape = _scattered_shape(x.shape, dimension, tiled, size)
     if size == 1 or x.size == 0:
         return x.reshape(shape)
-    if method.wired(reduction.operation, x.dtype, reduce_dtype):
+    if method.wire is not None:
         chunks = _blocks(x, dimension, size) if tiled else x
         chunk = _wired_reduce_scatter(
             chunks, *seed, comm=comm, at=dimension, reduction=reduction, mean=mean, method=method
@@ -629,7 +625,7 @@ def _reduce_scatter(
         schedule,
         x,
         comm,
-        _arithmetic(reduction, mean, size, reduce_dtype),
+        _arithmetic(method, reduction, mean, size, reduce_dtype),
         axis=dimension,
         block=x.shape[dimension] // size,
         unroll=method.unroll,
@@ -659,7 +655,6 @@ def _wired_reduce_scatter(
         unroll=method.unroll,
         label=f"jax_ring.reduce_scatter/{schedule.name}",
         seed=seed[0] if seed else None,
-        finish=_mean_of(comm.size) if mean else None,
     )
     return blocks.restore(row[None])
 
@@ -856,6 +851,7 @@ def _all_gather(
         schedule,
         x if tiled else lax.expand_dims(x, [dimension]),
         comm,
+        method.codec(SUM),
         axis=dimension,
         block=x.shape[dimension] if tiled else 1,
         unroll=method.unroll,
