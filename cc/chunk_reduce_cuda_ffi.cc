@@ -80,10 +80,10 @@ ffi::Error Reduce(cudaStream_t stream, ffi::AnyBuffer received, ffi::AnyBuffer b
              CheckReduce(received, buffer, row, rest, out, wire, block, op, factor), RunReduce);
 }
 
-ffi::Error Decode(cudaStream_t stream, ffi::AnyBuffer buffer, ffi::AnyBuffer message,
+ffi::Error Decode(cudaStream_t stream, ffi::AnyBuffer message, ffi::AnyBuffer buffer,
                   ffi::AnyBuffer row, ffi::Result<ffi::AnyBuffer> out, std::string_view wire,
                   std::int64_t block) {
-  return Run("jax_ring_chunk_decode", stream, CheckDecode(buffer, message, row, out, wire, block),
+  return Run("jax_ring_chunk_decode", stream, CheckDecode(message, buffer, row, out, wire, block),
              RunDecode);
 }
 

@@ -121,9 +121,9 @@ ffi::Error Reduce(ffi::AnyBuffer received, ffi::AnyBuffer buffer, ffi::AnyBuffer
              CheckReduce(received, buffer, row, rest, out, wire, block, op, factor), RunReduce);
 }
 
-ffi::Error Decode(ffi::AnyBuffer buffer, ffi::AnyBuffer message, ffi::AnyBuffer row,
+ffi::Error Decode(ffi::AnyBuffer message, ffi::AnyBuffer buffer, ffi::AnyBuffer row,
                   ffi::Result<ffi::AnyBuffer> out, std::string_view wire, std::int64_t block) {
-  return Run("jax_ring_chunk_decode", CheckDecode(buffer, message, row, out, wire, block),
+  return Run("jax_ring_chunk_decode", CheckDecode(message, buffer, row, out, wire, block),
              RunDecode);
 }
 

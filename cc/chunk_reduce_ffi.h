@@ -333,7 +333,7 @@ inline ffi::ErrorOr<ReduceCall> CheckReduce(ffi::AnyBuffer received, ffi::AnyBuf
   return call;
 }
 
-inline ffi::ErrorOr<DecodeCall> CheckDecode(ffi::AnyBuffer buffer, ffi::AnyBuffer message,
+inline ffi::ErrorOr<DecodeCall> CheckDecode(ffi::AnyBuffer message, ffi::AnyBuffer buffer,
                                             ffi::AnyBuffer row, ffi::Result<ffi::AnyBuffer> out,
                                             std::string_view wire, std::int64_t block) {
   Checker check("jax_ring_chunk_decode", row);

@@ -6,7 +6,7 @@ measured to win or is asked for, and plain JAX elsewhere, with the same bits:
 - `chunk_encode(buffer, row) -> message`
 - `chunk_reduce(received, buffer, row) -> message or value`: decode, add the local chunk in float32,
   encode again, in one pass
-- `chunk_decode(buffer, message, row) -> buffer`
+- `chunk_decode(message, buffer, row) -> buffer`
 
 They take the whole local buffer and the index of a chunk on the device: given a slice, XLA makes
 copies of all slices first, since the operands of a custom call must be in memory.
@@ -125,7 +125,7 @@ class Codec:
         """
         if not self._as_call(buffer):
             return _replaced(buffer, row, self.value(message, buffer.shape[-1]))
-        return self._bind(decode_p, (buffer, message, row), None)[0]
+        return self._bind(decode_p, (message, buffer, row), None)[0]
 
     def value(self, message: Message, n: int) -> Array:
         """What a message of n elements says: [..., n], in float32 if there is a wire."""
@@ -238,7 +238,7 @@ def _reduce_result(
     return received.shape, received.dtype
 
 
-def _decode_result(buffer: Any, message: Any, row: Any, **_: Any) -> tuple[tuple[int, ...], Any]:
+def _decode_result(message: Any, buffer: Any, row: Any, **_: Any) -> tuple[tuple[int, ...], Any]:
     del message, row
     return buffer.shape, buffer.dtype
 
@@ -289,7 +289,7 @@ def _reduce_body(
 
 
 @_one_by_one
-def _decode_body(buffer: Array, message: Array, row: Array, *, wire: Any, reducer: str) -> Array:
+def _decode_body(message: Array, buffer: Array, row: Array, *, wire: Any, reducer: str) -> Array:
     del reducer
     value = message if wire is None else wire.decode(message, buffer.shape[-1])
     return _replaced(buffer, row, value)
@@ -339,9 +339,8 @@ def _reduce_call(
 
 def _decode_call(*operands: Array, wire: Any, reducer: str) -> Array:
     del reducer
-    # The buffer comes first, or XLA:CPU receives all that comes before it stores any of it.
-    result = operands[0].shape, operands[0].dtype
-    return _call("jax_ring_chunk_decode", result, {0: 0}, *operands, **_attributes(wire))
+    result = operands[1].shape, operands[1].dtype
+    return _call("jax_ring_chunk_decode", result, {1: 0}, *operands, **_attributes(wire))
 
 
 def _wanted(platform: str, *avals: Any, wire: Any, reducer: str, **_: Any) -> bool:

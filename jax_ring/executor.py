@@ -558,7 +558,7 @@ class _ByCall(_Plain):
     def store(self, buffer: Array, value: Array, rows: Rows) -> Array:
         """By a call for each chunk, or all at once."""
         if isinstance(rows, Run) and rows.k == 1:
-            return self.codec.decode(value, buffer, rows.start)
+            return self.codec.decode(value.reshape(-1), buffer, rows.start)
         return super().store(buffer, value.reshape(-1, self.n), rows)
 
     def add(self, arrived: Array, local: Array, rows: Rows) -> Array:
