@@ -166,7 +166,7 @@ class Arithmetic:
     """How chunks are reduced.
 
     Attributes:
-      codec: without a wire; its associative and commutative function of two arrays.
+      codec: without a wire; its function of two arrays is associative and commutative.
       dtype: the type in which partial results are held and travel.
       finish: applied to each finished chunk once, by the rank that finishes it, before the result
         is rounded to the type of the data; None for nothing.
@@ -177,22 +177,7 @@ class Arithmetic:
     finish: Callable[[Array], Array] | None = None
 
 
-@dataclasses.dataclass(frozen=True)
-class Run:
-    """Chunks that lie one after the other.
-
-    Attributes:
-      start: the index of the first.
-      k: how many.
-      aligned: whether the index is a multiple of k on every rank.
-    """
-
-    start: Array
-    k: int
-    aligned: bool
-
-
-Rows = list[Run] | Run | None
+Rows = list[Array] | Array | None
 Hands = dict[int, Any]  # By channel.
 Active = list[tuple[Segment, int]]  # Segments, and how many of their steps are done.
 
@@ -404,6 +389,9 @@ def _spans(plan: Plan) -> Iterator[tuple[int, Active]]:
             yield stop - start, active
 
 
+_NO_SUMS = Codec(None, "custom", lambda a, _: a, "xla")
+
+
 class _Plain(_Execution):
     """Chunks travel as they are. A step holds an array: its chunks."""
 
@@ -411,7 +399,7 @@ class _Plain(_Execution):
         self,
         schedule: Schedule,
         comm: Communicator,
-        arithmetic: Arithmetic,
+        arithmetic: Arithmetic | None,
         axis: int,
         block: int,
         dtype: Any,
@@ -420,58 +408,60 @@ class _Plain(_Execution):
         super().__init__(schedule, comm, label)
         self.axis, self.block = axis, block
         self.result_dtype = dtype
-        self.arithmetic, self.codec = arithmetic, arithmetic.codec
-        self.buffer_dtype = arithmetic.dtype if self.plan.widened else dtype
+        self.arithmetic = arithmetic or Arithmetic(_NO_SUMS, dtype)
+        self.buffer_dtype = self.arithmetic.dtype if self.plan.widened else dtype
 
-    def rows(self, table: Table, t: Array | int, advance: int) -> Rows:
-        """Where this rank's chunks are: one run of them, k separate ones, or None for all."""
-        chunks, k = self.schedule.chunks, table.shape[1]
-        span = np.arange(k)
-        if k == chunks and (table == span).all():
-            return None
-        stays = advance == 0
-        if k == 1 or (stays and (table == table[:, :1] + span).all()):
-            return Run(self._row(table[:, 0], t, advance), k, bool((table[:, 0] % k == 0).all()))
-        return [Run(self._row(table[:, i], t, advance), 1, True) for i in range(k)]
-
-    def load(self, buffer: Array, rows: Rows) -> Array:
-        """Reads chunks; `rows` as the method of that name gives it."""
+    def load(self, buffer: Array, rows: Rows, k: int) -> Array:
+        """Reads k chunks; `rows` as the method of that name gives it."""
         if rows is None:
             return buffer
         if isinstance(rows, list):
-            return lax.concatenate([self.load(buffer, run) for run in rows], self.axis)
-        starts, sizes = self._starts(buffer, rows), list(buffer.shape)
-        sizes[self.axis] = rows.k * self.block
-        return lax.dynamic_slice(buffer, starts, sizes, allow_negative_indices=False)
-
-    def taken(self, buffer: Array, rows: Rows, dtype: Any) -> Array:
-        """As `load`, for chunks that travel in some type."""
-        del dtype
-        return self.load(buffer, rows)
+            parts = [self.load(buffer, row, 1) for row in rows]
+            return lax.concatenate(parts, self.axis)
+        sizes = list(buffer.shape)
+        sizes[self.axis] = k * self.block
+        return lax.dynamic_slice(
+            buffer, self._starts(buffer, rows), sizes, allow_negative_indices=False
+        )
 
     def store(self, buffer: Array, value: Array, rows: Rows) -> Array:
         """Writes chunks where `load` would read them."""
         if rows is None:
             return value
         if isinstance(rows, list):
-            for i, run in enumerate(rows):
+            for i, row in enumerate(rows):
                 start, stop = i * self.block, (i + 1) * self.block
                 part = lax.slice_in_dim(value, start, stop, axis=self.axis)
-                buffer = self.store(buffer, part, run)
+                buffer = self.store(buffer, part, row)
             return buffer
         starts = self._starts(buffer, rows)
         return lax.dynamic_update_slice(buffer, value, starts, allow_negative_indices=False)
 
-    def _starts(self, buffer: Array, run: Run) -> list[Array]:
-        zero = jnp.zeros((), run.start.dtype)
-        start = run.start * self.block if self.block > 1 else run.start
+    def _starts(self, buffer: Array, row: Array) -> list[Array]:
+        zero = jnp.zeros((), row.dtype)
+        start = row * self.block if self.block > 1 else row
         return [start if d == self.axis else zero for d in range(buffer.ndim)]
 
-    def add(self, arrived: Array, local: Array, rows: Rows) -> Array:
-        """What arrived and chunks of a buffer, or of what is in hand: then all."""
+    def rows(self, table: Table, t: Array | int, advance: int) -> Rows:
+        """Where this rank's chunks are: one start, k separate ones, or None for all of them."""
+        chunks, k = self.schedule.chunks, table.shape[1]
+        span = np.arange(k)
+        if k == chunks and (table == span).all():
+            return None
+        stays = advance == 0
+        if k == 1 or (stays and (table == table[:, :1] + span).all()):
+            return self._row(table[:, 0], t, advance)
+        return [self._row(table[:, i], t, advance) for i in range(k)]
+
+    def cut(self, buffer: Array, rows: Rows, k: int) -> Array:
+        """As `load`, for a message: it is not read on the way to something else."""
+        return self.load(buffer, rows, k)
+
+    def add(self, arrived: Array, buffer: Array, rows: Rows, k: int) -> Array:
+        """The sum of what arrived and what `load` would read."""
         dtype = self.arithmetic.dtype
-        held = self.load(local, rows).astype(dtype)
-        return self.codec.combine(arrived.astype(dtype), held)
+        local = self.load(buffer, rows, k)
+        return self.arithmetic.codec.combine(arrived.astype(dtype), local.astype(dtype))
 
     def finish(self, value: Array) -> Array:
         """What a finished chunk looks like in the result."""
@@ -481,16 +471,15 @@ class _Plain(_Execution):
 
     def outgoing(self, segment: Segment, t: Array | int, buffer: Array, held: Any) -> Any:
         """Chunks in the type in which they travel."""
-        dtype = self._travels_in(segment)
+        step = segment.first
         if held is None:
-            rows = self.rows(segment.first.send, t, segment.advance)
-            held = self.taken(buffer, rows, dtype)
-        return held.astype(dtype)
+            held = self.cut(buffer, self.rows(step.send, t, segment.advance), step.k)
+        return held.astype(self._travels_in(segment))
 
     def among(self, held: Any, places: Places) -> Any:
         """Their chunks."""
         table = np.array(places)
-        return self.load(held, self.rows(table, 0, 0))
+        return self.load(held, self.rows(table, 0, 0), table.shape[1])
 
     def _travels_in(self, segment: Segment) -> Any:
         """Sums travel in the type of the arithmetic, what is copied in that of the buffer."""
@@ -502,10 +491,10 @@ class _Plain(_Execution):
         self, segment: Segment, t: Array | int, arrived: Any, buffer: Array, held: Any
     ) -> Any:
         """The sums, finished if the step completes them."""
+        step, rows = segment.first, None
         if segment.traits.adds_to is None:
-            total = self.add(arrived, buffer, self.rows(segment.first.recv, t, segment.advance))
-        else:
-            total = self.add(arrived, held, None)
+            rows, held = self.rows(step.recv, t, segment.advance), buffer
+        total = self.add(arrived, held, rows, step.k)
         return self.finish(total) if segment.traits.finishes else total
 
     def copy(self, arrived: Any) -> Any:
@@ -516,7 +505,7 @@ class _Plain(_Execution):
         """The buffer with the chunks."""
         step = segment.first
         rows = self.rows(step.recv, t, segment.advance)
-        held = self.where_received(step, held, lambda: self.load(buffer, rows))
+        held = self.where_received(step, held, lambda: self.load(buffer, rows, step.k))
         return self.store(buffer, held.astype(buffer.dtype), rows)
 
     def carried(self, segment: Segment, held: Any) -> Any:
@@ -525,80 +514,81 @@ class _Plain(_Execution):
 
 
 class _ByCall(_Plain):
-    """Custom calls move and add the chunks.
+    """Custom calls cut, add and store the chunks, a chunk or all of them in a step.
 
     XLA:CPU runs them in the thread that it is in, but hands its own loops over a chunk to other
     threads, and waits. The buffer is [chunks, n], and what a step holds has one dimension: a
-    reshape between two calls that work in place is a copy.
+    reshape between two calls that work in place would be a copy.
     """
 
-    def __init__(
-        self,
-        schedule: Schedule,
-        comm: Communicator,
-        arithmetic: Arithmetic,
-        n: int,
-        dtype: Any,
-        label: str,
-    ) -> None:
-        super().__init__(schedule, comm, arithmetic, 0, 1, dtype, label)
-        self.n = n
-
-    def load(self, buffer: Array, rows: Rows) -> Array:
-        """As one dimension."""
-        return super().load(buffer, rows).reshape(-1)
-
-    def taken(self, buffer: Array, rows: Rows, dtype: Any) -> Array:
-        """By a call, unless XLA can fuse a conversion into its own slice."""
-        row = self._row_of(buffer, rows)
-        if rows is None or row is None or buffer.dtype != dtype:
-            return self.load(buffer, rows)
-        return cast(Array, self.codec.encode(*row))
+    def load(self, buffer: Array, rows: Rows, k: int) -> Array:
+        """In one dimension."""
+        return super().load(buffer, rows, k).reshape(-1)
 
     def store(self, buffer: Array, value: Array, rows: Rows) -> Array:
-        """By a call for each chunk, or all at once."""
-        if isinstance(rows, Run) and rows.k == 1:
-            return self.codec.decode(value.reshape(-1), buffer, rows.start)
-        return super().store(buffer, value.reshape(-1, self.n), rows)
+        """All as they are, or one by a call."""
+        if rows is None:
+            return value.reshape(buffer.shape)
+        return self.arithmetic.codec.decode(value, buffer, cast(Array, rows))
 
-    def add(self, arrived: Array, local: Array, rows: Rows) -> Array:
-        """By a call where that is what adds such types, and the chunks lie one after the other."""
-        row = self._row_of(local, rows)
-        fits = arrived.dtype == local.dtype == self.arithmetic.dtype
-        if row is None or not fits or not self.codec.adds(row[0]):
-            return super().add(arrived, local, rows)
-        return cast(Array, self.codec.reduce(arrived, *row, finish=False, encode=True))
+    def cut(self, buffer: Array, rows: Rows, k: int) -> Array:
+        """By a call, if not all are sent."""
+        if rows is None:
+            return self.load(buffer, rows, k)
+        return cast(Array, self.arithmetic.codec.encode(buffer, cast(Array, rows)))
+
+    def add(self, arrived: Array, buffer: Array, rows: Rows, k: int) -> Array:
+        """By a call, to a chunk or to all that is there."""
+        if not self.arithmetic.codec.adds(buffer):
+            return super().add(arrived, buffer, rows, k)
+        row = jnp.int32(0) if rows is None else cast(Array, rows)
+        buffer = buffer.reshape(1, -1) if rows is None else buffer
+        reduce = self.arithmetic.codec.reduce
+        return cast(Array, reduce(arrived, buffer, row, finish=False, encode=True))
 
     def among(self, held: Any, places: Places) -> Any:
         """Their chunks."""
-        return super().among(held.reshape(-1, self.n), places)
+        return super().among(held.reshape(self.schedule.chunks, -1), places)
 
-    def _row_of(self, buffer: Array, rows: Rows) -> tuple[Array, Array] | None:
-        """The buffer as rows of which these chunks are one, and its index; None if they are not."""
-        if rows is None:
-            return buffer.reshape(1, -1), jnp.int32(0)
-        if isinstance(rows, list) or not rows.aligned or buffer.shape[0] % rows.k:
-            return None
-        if rows.k == 1:
-            return buffer, rows.start
-        return buffer.reshape(buffer.shape[0] // rows.k, -1), rows.start // rows.k
+
+def by_rows(
+    schedule: Schedule, buffer: Array, comm: Communicator, arithmetic: Arithmetic, axis: int = 0
+) -> bool:
+    """Whether custom calls are to work on the chunks of a buffer: they must be its rows.
+
+    Args:
+      schedule: what will be executed.
+      buffer: any buffer, without a wire.
+      comm: who takes part.
+      arithmetic: how chunks are reduced.
+      axis: the dimension along which they lie.
+
+    Returns:
+      Whether there are such calls, for each step, and the chunks lie one after the other in memory.
+    """
+    apart = math.prod(buffer.shape[:axis]) > 1
+    if apart or comm.emulated or left_to_compiler() > 1 or buffer.dtype != arithmetic.dtype:
+        return False
+    fits = all(run.first.k in (1, schedule.chunks) for run in schedule.steps.runs)
+    return fits and arithmetic.codec.calls(jax.ShapeDtypeStruct((1, buffer.size), buffer.dtype))
 
 
 def _plain(
     schedule: Schedule,
+    buffer: Array,
     comm: Communicator,
     arithmetic: Arithmetic,
-    buffer: Array,
-    chunks: int,
     axis: int,
     block: int,
     label: str,
 ) -> tuple[_Plain, Array]:
-    """The execution of a schedule without a wire, and a buffer of some chunks as it has them."""
-    if by_rows(buffer, comm, arithmetic.codec, axis):
-        rows = buffer.reshape(chunks, -1)
-        return _ByCall(schedule, comm, arithmetic, rows.shape[1], rows.dtype, label), rows
-    return _Plain(schedule, comm, arithmetic, axis, block, buffer.dtype, label), buffer
+    """The execution of a schedule that reduces, and the buffer as it wants it."""
+    kind, dtype = _Plain, buffer.dtype
+    if by_rows(schedule, buffer, comm, arithmetic, axis):
+        kind, axis, block = _ByCall, 0, 1
+        buffer = buffer.reshape(schedule.chunks, -1)
+    run = kind(schedule, comm, arithmetic, axis, block, dtype, label)
+    return run, buffer.astype(run.buffer_dtype)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -811,28 +801,9 @@ def all_reduce(
     Returns:
       The reduced buffer, of the same shape and dtype.
     """
-    shape, chunks = buffer.shape, schedule.chunks
-    run, rows = _plain(schedule, comm, arithmetic, buffer, chunks, axis, block, label)
-    result, _ = run.run(rows.astype(run.buffer_dtype), None, unroll)
-    return (run.finish(result) if run.plan.widened else result).reshape(shape)
-
-
-def by_rows(buffer: Array, comm: Communicator, codec: Codec, axis: int = 0) -> bool:
-    """Whether custom calls are to work on the chunks of a buffer: then they must be its rows.
-
-    Args:
-      buffer: any buffer, without a wire.
-      comm: who takes part.
-      codec: how chunks are moved and reduced.
-      axis: the dimension along which they lie.
-
-    Returns:
-      Whether they lie one after the other in memory, and there are such calls.
-    """
-    apart = math.prod(buffer.shape[:axis]) > 1
-    if apart or comm.emulated or left_to_compiler() > 1:
-        return False
-    return codec.calls(jax.ShapeDtypeStruct((1, buffer.size), buffer.dtype))
+    run, rows = _plain(schedule, buffer, comm, arithmetic, axis, block, label)
+    result, _ = run.run(rows, None, unroll)
+    return (run.finish(result) if run.plan.widened else result).reshape(buffer.shape)
 
 
 def reduce_scatter(
@@ -861,15 +832,15 @@ def reduce_scatter(
     Returns:
       This rank's chunks, reduced: `buffer` with a dimension `axis` of chunks / ranks blocks.
     """
-    shape, chunks = list(buffer.shape), schedule.chunks
+    shape = list(buffer.shape)
     shape[axis] //= comm.size
-    run, rows = _plain(schedule, comm, arithmetic, buffer, chunks, axis, block, label)
-    result, hands = run.run(rows.astype(run.buffer_dtype), None, unroll)
+    run, rows = _plain(schedule, buffer, comm, arithmetic, axis, block, label)
+    result, hands = run.run(rows, None, unroll)
     if run.plan.result is not None:
         value = hands[run.plan.result]
     else:
         own = own_chunks(schedule)
-        value = run.load(result, run.rows(own, 0, 0))
+        value = run.load(result, run.rows(own, 0, 0), own.shape[1])
     return (run.finish(value) if run.plan.widened else value).reshape(shape)
 
 
@@ -877,7 +848,6 @@ def all_gather(
     schedule: Schedule,
     chunk: Array,
     comm: Communicator,
-    codec: Codec,
     *,
     axis: int,
     block: int,
@@ -890,7 +860,6 @@ def all_gather(
       schedule: of kind ALL_GATHER, for `comm.size` ranks.
       chunk: this rank's data; dimension `axis` holds chunks / ranks blocks.
       comm: who takes part.
-      codec: how chunks are moved, without a wire.
       axis: the dimension along which the chunks lie.
       block: the size of a chunk along it.
       unroll: longer segments become loops.
@@ -899,19 +868,14 @@ def all_gather(
     Returns:
       The chunks of all ranks: `chunk` with a dimension `axis` of `schedule.chunks` blocks.
     """
-    shape, own = list(chunk.shape), schedule.chunks // comm.size
-    shape[axis] *= comm.size
-    arithmetic = Arithmetic(codec, chunk.dtype)
-    run, chunk = _plain(schedule, comm, arithmetic, chunk, own, axis, block, label)
+    run = _Plain(schedule, comm, None, axis, block, chunk.dtype, label)
     rows = run.rows(own_chunks(schedule), 0, 0)
-    buffer, held = _blank(chunk, run.axis, comm), run.load(chunk, None)
+    buffer = _blank(chunk, axis, comm)
     origins = [o for s in run.plan.segments for o in (s.traits.origin, s.rest)]
     if any(origin.source is Source.LOAD for origin in origins):
-        buffer = run.run(run.store(buffer, held, rows), held, unroll)[0]
-    else:
-        # Nothing is sent from the buffer, so sending need not wait for the own chunk to be stored.
-        buffer = run.store(run.run(buffer, held, unroll)[0], held, rows)
-    return buffer.reshape(shape)
+        return run.run(run.store(buffer, chunk, rows), chunk, unroll)[0]
+    # Nothing is sent from the buffer, so sending need not wait for the own chunk to be stored.
+    return run.store(run.run(buffer, chunk, unroll)[0], chunk, rows)
 
 
 def _blank(chunk: Array, axis: int, comm: Communicator) -> Array:
@@ -1010,9 +974,8 @@ def _gathered_messages(schedule: Schedule, sums: Array, run: _Wired, unroll: int
     messages, tree = jax.tree.flatten(jax.tree.map(lambda *rows: jnp.stack(rows), *parts))
     gathered = []
     for message in messages:
-        as_is = Arithmetic(dataclasses.replace(codec, wire=None), message.dtype)
-        copies, rows = _plain(schedule, run.comm, as_is, message, chunks, 0, 1, run.label)
-        gathered.append(copies.run(rows, None, unroll)[0].reshape(message.shape))
+        copies = _Plain(schedule, run.comm, None, 0, 1, message.dtype, run.label)
+        gathered.append(copies.run(message, None, unroll)[0])
     result: Array = codec.value(jax.tree.unflatten(tree, gathered), n)
     return result
 
@@ -1085,11 +1048,8 @@ def wired_all_gather(
         seed = jnp.stack([mix(seed[0] + comm.index().astype(jnp.uint32)), seed[1]])
     message = codec.encode(chunk[None], jnp.int32(0), seed)
     if plan(schedule).reencodes:
-        as_is = dataclasses.replace(codec, wire=None)
         gathered = [
-            all_gather(
-                schedule, part[None], comm, as_is, axis=0, block=1, unroll=unroll, label=label
-            )
+            all_gather(schedule, part[None], comm, axis=0, block=1, unroll=unroll, label=label)
             for part in jax.tree.leaves(message)
         ]
         messages = jax.tree.unflatten(jax.tree.structure(message), gathered)

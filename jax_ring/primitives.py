@@ -245,7 +245,8 @@ def _plain_all_reduce(
     method: Method,
 ) -> Array:
     schedule = method.schedule(Kind.ALL_REDUCE, comm.size)
-    if executor.by_rows(x, comm, method.codec(reduction)):
+    arithmetic = _arithmetic(method, reduction, mean, comm.size, reduce_dtype)
+    if executor.by_rows(schedule, x, comm, arithmetic):
         division, _ = layout.choose_rows(x, schedule.chunks)
     else:
         division = layout.choose(x, schedule.chunks)
@@ -253,7 +254,7 @@ def _plain_all_reduce(
         schedule,
         division.divide(x, reduction.identity),
         comm,
-        _arithmetic(method, reduction, mean, comm.size, reduce_dtype),
+        arithmetic,
         axis=division.axis,
         block=division.block,
         unroll=method.unroll,
@@ -851,7 +852,6 @@ def _all_gather(
         schedule,
         x if tiled else lax.expand_dims(x, [dimension]),
         comm,
-        method.codec(SUM),
         axis=dimension,
         block=x.shape[dimension] if tiled else 1,
         unroll=method.unroll,

@@ -218,13 +218,31 @@ def test_the_setting_decides(reducer):
     found = count(compiled(g, sharded(mesh(3), P("x"), (30,))).text)
     # Each rank writes a message for each of the others and one of its sum, and reads two, and its
     # own, into the buffer. The two that arrive are added in the one call each.
-    wired = {"encode": 2, "reduce": 2, "decode": 3}
-    preferred = [chunk_reduce.prefers_native("cpu", wire.get(n)) for n in ("int8", "bfloat16")]
-    times = {"auto": sum(preferred), "native": 2, "xla": 0}[reducer]
-    plain = 2 if reducer == "native" else 0
-    expected = {kind: n * times for kind, n in wired.items()}
-    expected["reduce"] += plain
-    assert found == {kind: n for kind, n in expected.items() if n}
+    each = {"encode": 2, "reduce": 2, "decode": 3}
+    forms = ("int8", "bfloat16", None)
+    preferred = [chunk_reduce.prefers_native("cpu", wire.get(form)) for form in forms]
+    times = {"auto": sum(preferred), "native": len(forms), "xla": 0}[reducer]
+    assert found == {kind: n * times for kind, n in each.items() if times}
+
+
+def sums(dtype, reducer="auto", algorithm="ring", op=jax_ring.psum, **how):
+    """The custom calls of a collective without a wire over three ranks."""
+    f = traced_with(reducer, lambda v: op(v, "x", algorithm=algorithm, **how))
+    g = over_mesh(f, mesh(3), out=P() if op is not jax_ring.psum_scatter else P("x"))
+    return count(compiled(g, sharded(mesh(3), P("x"), (36,), dtype)).text)
+
+
+def test_what_is_called_without_a_wire():
+    ring = {"encode": 1, "reduce": 2, "decode": 3}
+    assert sums(jnp.float32) == sums(jnp.int16) == ring
+    assert sums(jnp.float32, op=jax_ring.pmax) == ring
+    assert sums(jnp.float32, algorithm="double_binary_tree") != {}
+    assert sums(jnp.float32, op=jax_ring.psum_scatter, tiled=True) == {"encode": 1, "reduce": 2}
+    # Types that XLA reduces faster, and what is added in another type, or has no native form.
+    assert sums(jnp.float16, reduce_dtype="float16") == {"encode": 1, "decode": 3}
+    assert sums(jnp.float16, "native", reduce_dtype="float16") == ring
+    assert sums(jnp.bfloat16) == {}
+    assert sums(jnp.complex64) == {}
 
 
 def test_no_call_where_ranks_are_rows_of_a_sharded_array():
@@ -320,14 +338,15 @@ def test_a_vmapped_chunk_is_one_call_with_the_same_bits(name, mapped):
     row = rows if axes[1] == 0 else rows[0, 0]
 
     def one(buffer, row):
-        message = buffer[0] if form is None else codec.encode(buffer, row)
+        message = codec.encode(buffer, row)
         more = codec.reduce(message, buffer, row, finish=True, encode=True)
         value = codec.reduce(message, buffer, row, finish=True, encode=False)
         return more, value, codec.decode(message, buffer, row)
 
     batched = jax.vmap(jax.vmap(one, in_axes=axes), in_axes=axes)
     found = count(compiled(batched, buffer, row).text)
-    assert found == ({"reduce": 1} if form is None else {"encode": 1, "reduce": 2, "decode": 1})
+    # Without a wire a message is a value.
+    assert found == {"encode": 1, "reduce": 1 if form is None else 2, "decode": 1}
     results = jax.jit(batched)(buffer, row)
     single = jax.jit(one)
     for index in np.ndindex(2, 3):
