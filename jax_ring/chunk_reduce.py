@@ -135,10 +135,9 @@ class Codec:
         """Whether custom calls will be made, as far as can be told before lowering."""
         return self._as_call(buffer) and self._wanted()
 
-    def adds(self, buffer: Array) -> bool:
-        """Whether chunks that travel as they are will be reduced by custom calls too."""
-        wanted = self.reducer == "native" or buffer.dtype.name not in _FASTER_BY_XLA
-        return self.op in OPS and wanted and self.calls(buffer)
+    def adds(self, dtype: Any) -> bool:
+        """Whether the calls that move chunks as they are should also reduce those of a dtype."""
+        return self.op in OPS and (self.reducer == "native" or dtype.name not in _FASTER_BY_XLA)
 
     def _wanted(self) -> bool:
         platform = {"gpu": "cuda"}.get(_compat.platform(), _compat.platform())

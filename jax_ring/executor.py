@@ -539,12 +539,13 @@ class _ByCall(_Plain):
 
     def add(self, arrived: Array, buffer: Array, rows: Rows, k: int) -> Array:
         """By a call, to a chunk or to all that is there."""
-        if not self.arithmetic.codec.adds(buffer):
+        codec = self.arithmetic.codec
+        if not codec.adds(buffer.dtype):
             return super().add(arrived, buffer, rows, k)
-        row = jnp.int32(0) if rows is None else cast(Array, rows)
-        buffer = buffer.reshape(1, -1) if rows is None else buffer
-        reduce = self.arithmetic.codec.reduce
-        return cast(Array, reduce(arrived, buffer, row, finish=False, encode=True))
+        row = cast(Array, rows)
+        if rows is None:
+            buffer, row = buffer.reshape(1, -1), jnp.int32(0)
+        return cast(Array, codec.reduce(arrived, buffer, row, finish=False, encode=True))
 
     def among(self, held: Any, places: Places) -> Any:
         """Their chunks."""

@@ -24,7 +24,7 @@ from jax.sharding import PartitionSpec as P
 from kernel_reference import BLOCK_WIRES, FLOATS, INTEGERS, LOSSY_WIRES, OPS, assert_bitwise
 
 import jax_ring
-from jax_ring import _compat, chunk_reduce, native, wire
+from jax_ring import _compat, chunk_reduce, native, schedules, wire
 
 pytestmark = pytest.mark.skipif(not native.status().available, reason=str(native.status()))
 
@@ -234,14 +234,16 @@ def sums(dtype, reducer="auto", algorithm="ring", op=jax_ring.psum, **how):
 
 def test_what_is_called_without_a_wire():
     ring = {"encode": 1, "reduce": 2, "decode": 3}
-    assert sums(jnp.float32) == sums(jnp.int16) == ring
+    assert sums(jnp.float32) == sums(jnp.int16) == sums(jnp.bfloat16) == ring
     assert sums(jnp.float32, op=jax_ring.pmax) == ring
     assert sums(jnp.float32, algorithm="double_binary_tree") != {}
     assert sums(jnp.float32, op=jax_ring.psum_scatter, tiled=True) == {"encode": 1, "reduce": 2}
     # Types that XLA reduces faster, and what is added in another type, or has no native form.
     assert sums(jnp.float16, reduce_dtype="float16") == {"encode": 1, "decode": 3}
     assert sums(jnp.float16, "native", reduce_dtype="float16") == ring
-    assert sums(jnp.bfloat16) == {}
+    assert sums(jnp.bfloat16, reduce_dtype="float32") == {}
+    # Chunks that are not moved one by one, nor all at once.
+    assert sums(jnp.float32, algorithm=schedules.halving_doubling(3)) == {}
     assert sums(jnp.complex64) == {}
 
 
