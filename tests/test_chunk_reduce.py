@@ -24,7 +24,7 @@ from jax.sharding import PartitionSpec as P
 from kernel_reference import BLOCK_WIRES, FLOATS, INTEGERS, LOSSY_WIRES, OPS, assert_bitwise
 
 import jax_ring
-from jax_ring import _compat, chunk_reduce, native, schedules, wire
+from jax_ring import _compat, chunk_reduce, native, wire
 
 pytestmark = pytest.mark.skipif(not native.status().available, reason=str(native.status()))
 
@@ -225,26 +225,28 @@ def test_the_setting_decides(reducer):
     assert found == {kind: n * times for kind, n in each.items() if times}
 
 
-def sums(dtype, reducer="auto", algorithm="ring", op=jax_ring.psum, **how):
-    """The custom calls of a collective without a wire over three ranks."""
+def calls_of(dtype, reducer="auto", algorithm="ring", op=jax_ring.psum, **how):
+    """The custom calls of a collective without a wire over four ranks."""
     f = traced_with(reducer, lambda v: op(v, "x", algorithm=algorithm, **how))
-    g = over_mesh(f, mesh(3), out=P() if op is not jax_ring.psum_scatter else P("x"))
-    return count(compiled(g, sharded(mesh(3), P("x"), (36,), dtype)).text)
+    g = over_mesh(f, mesh(4), out=P("x") if op is jax_ring.psum_scatter else P())
+    return count(compiled(g, sharded(mesh(4), P("x"), (64,), dtype)).text)
 
 
 def test_what_is_called_without_a_wire():
-    ring = {"encode": 1, "reduce": 2, "decode": 3}
-    assert sums(jnp.float32) == sums(jnp.int16) == sums(jnp.bfloat16) == ring
-    assert sums(jnp.float32, op=jax_ring.pmax) == ring
-    assert sums(jnp.float32, algorithm="double_binary_tree") != {}
-    assert sums(jnp.float32, op=jax_ring.psum_scatter, tiled=True) == {"encode": 1, "reduce": 2}
-    # Types that XLA reduces faster, and what is added in another type, or has no native form.
-    assert sums(jnp.float16, reduce_dtype="float16") == {"encode": 1, "decode": 3}
-    assert sums(jnp.float16, "native", reduce_dtype="float16") == ring
-    assert sums(jnp.bfloat16, reduce_dtype="float32") == {}
-    # Chunks that are not moved one by one, nor all at once.
-    assert sums(jnp.float32, algorithm=schedules.halving_doubling(3)) == {}
-    assert sums(jnp.complex64) == {}
+    ring = {"encode": 1, "reduce": 3, "decode": 4}
+    for dtype in (jnp.float32, jnp.int16, jnp.bfloat16):
+        assert calls_of(dtype) == ring
+    assert calls_of(jnp.float32, op=jax_ring.pmax) == ring
+    assert calls_of(jnp.float32, algorithm="recursive_doubling") == {"reduce": 2}
+    scatter = {"encode": 1, "reduce": 3}
+    assert calls_of(jnp.float32, op=jax_ring.psum_scatter, tiled=True) == scatter
+    # A type that XLA reduces faster, one that has no native form, and sums in another type.
+    assert calls_of(jnp.float16) == {"encode": 1, "decode": 4}
+    assert calls_of(jnp.float16, "native") == ring
+    assert calls_of(jnp.complex64) == {}
+    assert calls_of(jnp.bfloat16, reduce_dtype="float32") == {}
+    # Steps that move some chunks, not one and not all.
+    assert calls_of(jnp.float32, algorithm="halving_doubling") == {}
 
 
 def test_no_call_where_ranks_are_rows_of_a_sharded_array():
