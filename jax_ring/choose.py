@@ -19,7 +19,7 @@ import tempfile
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from jax_ring.plan import Origin, Segment, Source, plan
+from jax_ring.plan import Origin, Segment, Source, overwrites, plan, suits_calls
 from jax_ring.schedules import Kind, Op, Run, Schedule, hierarchical, ring
 from jax_ring.schedules.cost import through_a_port
 from jax_ring.schedules.families import make, names
@@ -184,14 +184,11 @@ def predict(
       '4.375 ms'
     """
     rounds = list(schedule.stretches())
-    segments, copies = [], False
+    segments, copies, calls = [], False, True
     if link.gamma or (across and across.gamma):
-        state = plan(schedule)
-        segments = state.segments
-        # Where parts are stored among what is still read, it is copied first, unless donated.
-        parts = any(s.traits.store and s.first.k < schedule.chunks for s in segments)
-        copies = parts and not state.renews
-    whole = _Part(nbytes, schedule.chunks, rounds, segments, copies, schedule.ranks)
+        segments = plan(schedule).segments
+        copies, calls = overwrites(schedule), suits_calls(schedule)
+    whole = _Part(nbytes, schedule.chunks, rounds, segments, copies, calls, schedule.ranks)
     if across is None:
         return whole.seconds(link)
 
@@ -211,8 +208,8 @@ def _leaves(steps: Run | Segment, inner: int) -> bool:
     return any(source // inner != target // inner for source, target in steps.first.perm)
 
 
-# A step that moves some chunks, not one and not all, is left to XLA's own loops (see
-# `jax_ring.executor`). These were measured to take about twice as long as custom calls.
+# What XLA's own loops over a message in a cache take, where custom calls take 1: XLA:CPU
+# hands them to other threads, and waits.
 _OWN_LOOPS = 2.0
 
 
@@ -226,6 +223,7 @@ class _Part:
       rounds: the part's stretches of rounds, and the runs they are of.
       segments: its segments in the plan of the whole, if memory has a price.
       copies: whether a copy of the operand belongs to it.
+      calls: whether custom calls do the work on its chunks, or XLA's own loops.
       sharing: how many ranks share one machine, if any do.
     """
 
@@ -234,6 +232,7 @@ class _Part:
     rounds: list[tuple[int, list[Run]]]
     segments: list[Segment]
     copies: bool
+    calls: bool
     sharing: int
 
     @property
@@ -265,11 +264,13 @@ class _Part:
         touched = 0.0
         for segment in self.segments:
             message = segment.first.k * self.chunk
-            passes = _passes(segment, self.chunks)
-            if 1 < segment.first.k < self.chunks:
-                passes *= _OWN_LOOPS
-            touched += _spilled(link, message) * passes * message
-        return touched + 2 * self.nbytes * self.copies * _spilled(link, self.chunk)
+            touched += self._price(link, message) * _passes(segment, self.chunks) * message
+        return touched + 2 * self.nbytes * self.copies * self._price(link, self.chunk)
+
+    def _price(self, link: Link, message: float) -> float:
+        """What a byte of a message costs, in gamma."""
+        slow = link.shared and not self.calls
+        return max(_spilled(link, message), _OWN_LOOPS if slow else 1.0)
 
 
 def _moving(runs: list[Run]) -> int:

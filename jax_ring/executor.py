@@ -19,7 +19,7 @@ from jax import lax
 from jax_ring import room
 from jax_ring.chunk_reduce import Codec, rounded, scaled
 from jax_ring.layout import left_to_compiler
-from jax_ring.plan import Origin, Places, Plan, Segment, Source, Sum, own_chunks, plan
+from jax_ring.plan import Origin, Places, Plan, Segment, Source, Sum, own_chunks, plan, suits_calls
 from jax_ring.schedules import Op, Schedule
 from jax_ring.schedules.schedule import Perm, Table, affine
 from jax_ring.wire import Message, mix
@@ -565,13 +565,13 @@ def by_rows(
       axis: the dimension along which they lie.
 
     Returns:
-      Whether there are such calls, for each step, and the chunks lie one after the other in memory.
+      Whether there are such calls, they suit the schedule, and the chunks lie one after the other.
     """
     apart = math.prod(buffer.shape[:axis]) > 1
     if apart or comm.emulated or left_to_compiler() > 1 or buffer.dtype != arithmetic.dtype:
         return False
-    fits = all(run.first.k in (1, schedule.chunks) for run in schedule.steps.runs)
-    return fits and arithmetic.codec.calls(jax.ShapeDtypeStruct((1, buffer.size), buffer.dtype))
+    rows = jax.ShapeDtypeStruct((1, buffer.size), buffer.dtype)
+    return suits_calls(schedule) and arithmetic.codec.calls(rows)
 
 
 def _plain(

@@ -181,6 +181,23 @@ def plan(schedule: Schedule) -> Plan:
     )
 
 
+def overwrites(schedule: Schedule) -> bool:
+    """Whether parts are stored among what is still read: the operand is copied, unless donated."""
+    state = plan(schedule)
+    parts = any(s.traits.store and s.first.k < schedule.chunks for s in state.segments)
+    return parts and not state.renews
+
+
+def suits_calls(schedule: Schedule) -> bool:
+    """Whether custom calls can do the work on the chunks, without a wire.
+
+    Each step must move one chunk, which a call finds by its index, or all of them; and what a call
+    writes into must not be the operand, which XLA would copy first, donated or not.
+    """
+    each = all(run.first.k in (1, schedule.chunks) for run in schedule.steps.runs)
+    return each and not overwrites(schedule)
+
+
 _Rounds = list[list[tuple[int, Step]]]  # As `Schedule.by_round` has them.
 
 
