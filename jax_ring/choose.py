@@ -19,7 +19,7 @@ import tempfile
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from jax_ring.plan import Origin, Segment, Source, overwrites, plan, suits_calls
+from jax_ring.plan import Origin, Segment, Source, overwrites, plan
 from jax_ring.schedules import Kind, Op, Run, Schedule, hierarchical, ring
 from jax_ring.schedules.cost import through_a_port
 from jax_ring.schedules.families import make, names
@@ -100,7 +100,7 @@ LINKS: Mapping[str, Link] = {
             (1 << 20, 2.0),
             (2 << 20, 2.4),
             (4 << 20, 3.0),
-            (8 << 20, 3.6),
+            (8 << 20, 3.1),
         ),
         shared=True,
         source="devices of one process, fitted to benchmarks/inprocess.py on two cores",
@@ -184,11 +184,11 @@ def predict(
       '4.375 ms'
     """
     rounds = list(schedule.stretches())
-    segments, copies, calls = [], False, True
+    segments, copies = [], False
     if link.gamma or (across and across.gamma):
         segments = plan(schedule).segments
-        copies, calls = overwrites(schedule), suits_calls(schedule)
-    whole = _Part(nbytes, schedule.chunks, rounds, segments, copies, calls, schedule.ranks)
+        copies = overwrites(schedule)
+    whole = _Part(nbytes, schedule.chunks, rounds, segments, copies, schedule.ranks)
     if across is None:
         return whole.seconds(link)
 
@@ -208,9 +208,9 @@ def _leaves(steps: Run | Segment, inner: int) -> bool:
     return any(source // inner != target // inner for source, target in steps.first.perm)
 
 
-# What XLA's own loops over a message in a cache take, where custom calls take 1: XLA:CPU
-# hands them to other threads, and waits.
-_OWN_LOOPS = 2.0
+# How many times a byte costs more, on shared links, in a step that moves some chunks, not one and
+# not all. No custom call does that work, and XLA:CPU hands its own loops to other threads.
+_BY_LOOPS = 2.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -223,7 +223,6 @@ class _Part:
       rounds: the part's stretches of rounds, and the runs they are of.
       segments: its segments in the plan of the whole, if memory has a price.
       copies: whether a copy of the operand belongs to it.
-      calls: whether custom calls do the work on its chunks, or XLA's own loops.
       sharing: how many ranks share one machine, if any do.
     """
 
@@ -232,7 +231,6 @@ class _Part:
     rounds: list[tuple[int, list[Run]]]
     segments: list[Segment]
     copies: bool
-    calls: bool
     sharing: int
 
     @property
@@ -264,13 +262,11 @@ class _Part:
         touched = 0.0
         for segment in self.segments:
             message = segment.first.k * self.chunk
-            touched += self._price(link, message) * _passes(segment, self.chunks) * message
-        return touched + 2 * self.nbytes * self.copies * self._price(link, self.chunk)
-
-    def _price(self, link: Link, message: float) -> float:
-        """What a byte of a message costs, in gamma."""
-        slow = link.shared and not self.calls
-        return max(_spilled(link, message), _OWN_LOOPS if slow else 1.0)
+            price = _spilled(link, message)
+            if link.shared and 1 < segment.first.k < self.chunks:
+                price *= _BY_LOOPS
+            touched += price * _passes(segment, self.chunks) * message
+        return touched + 2 * self.nbytes * self.copies * _spilled(link, self.chunk)
 
 
 def _moving(runs: list[Run]) -> int:

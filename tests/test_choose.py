@@ -68,13 +68,15 @@ def test_levels_are_priced_by_their_own_links():
 def test_levels_on_machines_of_their_own():
     """A machine has as much to do as for its ranks alone, and a read for what came from others.
 
-    With a single other one its sums go there from hand, and need not be stored.
+    With a single other one its sums go there from hand, and need not be stored. Its steps move
+    several chunks, which no custom call does: that takes twice as long.
     """
-    alone = predict(ring(4), 1e5, SHARED)
+    steps = predict(ring(4), 0, SHARED)
+    moves = predict(ring(4), 1e5, SHARED) - steps
     free = Link(alpha=0.0, beta=0.0)
     for n, passes in ((2, 0), (4, 2), (8, 2)):
         seconds = predict(hierarchical(4, n), 1e5, SHARED, across=free, inner=4)
-        assert seconds == pytest.approx(alone + 4 * passes * 1e-9 * 1e5 / 4)
+        assert seconds == pytest.approx(steps + 2 * (moves + 4 * passes * 1e-9 * 1e5 / 4))
 
 
 def test_levels_of_several_channels():
@@ -206,7 +208,7 @@ def test_segments_cost_no_copy_that_the_ring_does_not():
         out_specs=P("x"),
         check_vma=False,
     )
-    size = 1 << 22  # 16 MiB on each device.
+    size = 1 << 24  # 64 MiB on each device.
     hlo = compiled(f, sharded(mesh(4), P("x"), (4 * size,)), donate_argnums=0)
     assert len(hlo.permutes) > 6
     assert not hlo.copies_of(size)
