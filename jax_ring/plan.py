@@ -191,11 +191,18 @@ def overwrites(schedule: Schedule) -> bool:
 def suits_calls(schedule: Schedule) -> bool:
     """Whether custom calls can do the work on the chunks, without a wire.
 
-    Each step must move one chunk, which a call finds by its index, or all of them; and what a call
-    writes into must not be the operand, which XLA would copy first, donated or not.
+    Each step must move one chunk, which a call finds by its index, or all of them in their order;
+    and what a call writes into must not be the operand, which XLA would copy first, donated or not.
     """
-    each = all(run.first.k in (1, schedule.chunks) for run in schedule.steps.runs)
+    each = all(_one_or_all(run.first, schedule.chunks) for run in schedule.steps.runs)
     return each and not overwrites(schedule)
+
+
+def _one_or_all(step: Step, chunks: int) -> bool:
+    tables = (step.send, step.recv)
+    return step.k == 1 or all(
+        table.shape[1] == chunks and (table == np.arange(chunks)).all() for table in tables
+    )
 
 
 _Rounds = list[list[tuple[int, Step]]]  # As `Schedule.by_round` has them.

@@ -23,6 +23,13 @@ def reduce_and_broadcast(n):
     return Schedule(n, 1, up + down, Kind.ALL_REDUCE, "star")
 
 
+def swapped_in_reverse():
+    """Two ranks exchange both chunks in one step, the last one first."""
+    backwards = [[1, 0]] * 2
+    step = Step(((0, 1), (1, 0)), backwards, backwards, Op.REDUCE)
+    return Schedule(2, 2, [step], Kind.ALL_REDUCE, "backwards")
+
+
 def relay(n):
     """Rank 0 takes its partial sum to one rank after the other and gets it back by COPY."""
     table = [0] * n

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from algorithms import ALL_REDUCES, recursive_doubling
+from algorithms import ALL_REDUCES, recursive_doubling, swapped_in_reverse
 from harness import compiled, integers, mesh, per_rank, same_bits, sharded
 from hypothesis import HealthCheck, given, reject, settings
 from hypothesis import strategies as st
@@ -327,6 +327,12 @@ def test_messages_of_chunks_that_are_not_neighbours(n):
     x = integers((n, 3), np.float32, high=99)
     out = per_rank(lambda v: jax_ring.all_gather(v, "x", algorithm=schedule), n, x)
     assert (np.asarray(out) == x).all()
+
+
+def test_all_chunks_at_once_in_another_order():
+    x = integers((2, 5), np.float32)
+    out = per_rank(lambda v: jax_ring.psum(v, "x", algorithm=swapped_in_reverse()), 2, x)
+    assert (np.asarray(out) == x.sum(0)).all()
 
 
 def test_a_scatter_whose_result_is_not_the_last_value():

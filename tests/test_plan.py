@@ -1,9 +1,15 @@
 import dataclasses
 
 import pytest
-from algorithms import halving_doubling, recursive_doubling, reduce_and_broadcast, relay
+from algorithms import (
+    halving_doubling,
+    recursive_doubling,
+    reduce_and_broadcast,
+    relay,
+    swapped_in_reverse,
+)
 
-from jax_ring.plan import Source, plan
+from jax_ring.plan import Source, overwrites, plan, suits_calls
 from jax_ring.schedules import (
     Kind,
     Op,
@@ -142,3 +148,14 @@ def test_finished_chunks_are_not_copied_in_parts():
     state = plan(schedule)
     assert state.reencodes
     assert all(s.traits.origin.places is None for s in state.segments)
+
+
+def test_what_custom_calls_can_work_on():
+    one_or_all = [ring(8), bidirectional_ring(4), direct(4), recursive_doubling(8), relay(4)]
+    assert all(map(suits_calls, [*one_or_all, ring_reduce_scatter(4), direct(5)]))
+    assert not any(map(overwrites, one_or_all))
+    # Some chunks at once; all of them, but in another order; stores among what is still read.
+    assert not suits_calls(halving_doubling(8))
+    assert not suits_calls(swapped_in_reverse())
+    assert overwrites(ring(8, segments=2))
+    assert not suits_calls(ring(8, segments=2))
