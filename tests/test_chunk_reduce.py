@@ -225,11 +225,11 @@ def test_the_setting_decides(reducer):
     assert found == {kind: n * times for kind, n in each.items() if times}
 
 
-def calls_of(dtype, reducer="auto", algorithm="ring", op=jax_ring.psum, **how):
+def calls_of(dtype, reducer="auto", algorithm="ring", op=jax_ring.psum, size=64, **how):
     """The custom calls of a collective without a wire over four ranks."""
     f = traced_with(reducer, lambda v: op(v, "x", algorithm=algorithm, **how))
     g = over_mesh(f, mesh(4), out=P("x") if op is jax_ring.psum_scatter else P())
-    return count(compiled(g, sharded(mesh(4), P("x"), (64,), dtype)).text)
+    return count(compiled(g, sharded(mesh(4), P("x"), (size,), dtype)).text)
 
 
 def test_what_is_called_without_a_wire():
@@ -245,6 +245,8 @@ def test_what_is_called_without_a_wire():
     assert calls_of(jnp.float16, "native") == ring
     assert calls_of(jnp.complex64) == {}
     assert calls_of(jnp.bfloat16, reduce_dtype="float32") == {}
+    # Whole buffers that are large: XLA can add them in place of a donated operand.
+    assert calls_of(jnp.float32, algorithm="recursive_doubling", size=16 << 20) == {}
     # Steps that move some chunks, not one and not all.
     assert calls_of(jnp.float32, algorithm="halving_doubling") == {}
 
