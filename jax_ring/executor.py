@@ -557,21 +557,12 @@ class _ByCall(_Plain):
 _LARGE_WHOLE = 8 << 20
 
 
-def by_rows(
-    schedule: Schedule, buffer: Array, comm: Communicator, arithmetic: Arithmetic, axis: int = 0
+def _by_rows(
+    schedule: Schedule, buffer: Array, comm: Communicator, arithmetic: Arithmetic, axis: int
 ) -> bool:
-    """Whether custom calls are to work on the chunks of a buffer: they must be its rows.
+    """Whether custom calls are to work on the chunks, which must be one after the other in memory.
 
-    Args:
-      schedule: what will be executed.
-      buffer: any buffer, without a wire.
-      comm: who takes part.
-      arithmetic: how chunks are reduced.
-      axis: the dimension along which they lie.
-
-    Returns:
-      Whether there are such calls, they suit schedule and size, and the chunks lie one after
-      the other.
+    Processes may differ in it: what travels is the same.
     """
     apart = math.prod(buffer.shape[:axis]) > 1
     if apart or comm.emulated or left_to_compiler() > 1 or buffer.dtype != arithmetic.dtype:
@@ -593,7 +584,7 @@ def _plain(
 ) -> tuple[_Plain, Array]:
     """The execution of a schedule that reduces, and the buffer as it wants it."""
     kind, dtype = _Plain, buffer.dtype
-    if by_rows(schedule, buffer, comm, arithmetic, axis):
+    if _by_rows(schedule, buffer, comm, arithmetic, axis):
         kind, axis, block = _ByCall, 0, 1
         buffer = buffer.reshape(schedule.chunks, -1)
     run = kind(schedule, comm, arithmetic, axis, block, dtype, label)

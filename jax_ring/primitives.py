@@ -245,16 +245,12 @@ def _plain_all_reduce(
     method: Method,
 ) -> Array:
     schedule = method.schedule(Kind.ALL_REDUCE, comm.size)
-    arithmetic = _arithmetic(method, reduction, mean, comm.size, reduce_dtype)
-    if executor.by_rows(schedule, x, comm, arithmetic):
-        division, _ = layout.choose_rows(x, schedule.chunks)
-    else:
-        division = layout.choose(x, schedule.chunks)
+    division = layout.choose(x, schedule.chunks)
     buffer = executor.all_reduce(
         schedule,
         division.divide(x, reduction.identity),
         comm,
-        arithmetic,
+        _arithmetic(method, reduction, mean, comm.size, reduce_dtype),
         axis=division.axis,
         block=division.block,
         unroll=method.unroll,
