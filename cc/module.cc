@@ -8,6 +8,7 @@
 
 XLA_FFI_DECLARE_HANDLER_SYMBOL(JaxRingCopy);
 XLA_FFI_DECLARE_HANDLER_SYMBOL(JaxRingRoom);
+XLA_FFI_DECLARE_HANDLER_SYMBOL(JaxRingAfter);
 XLA_FFI_DECLARE_HANDLER_SYMBOL(JaxRingChunkEncode);
 XLA_FFI_DECLARE_HANDLER_SYMBOL(JaxRingChunkReduce);
 XLA_FFI_DECLARE_HANDLER_SYMBOL(JaxRingChunkDecode);
@@ -27,6 +28,7 @@ nb::dict Registrations() {
   nb::dict handlers;
   handlers["jax_ring_copy"] = Capsule(JaxRingCopy);
   handlers["jax_ring_room"] = Capsule(JaxRingRoom);
+  handlers["jax_ring_after"] = Capsule(JaxRingAfter);
   handlers["jax_ring_chunk_encode"] = Capsule(JaxRingChunkEncode);
   handlers["jax_ring_chunk_reduce"] = Capsule(JaxRingChunkReduce);
   handlers["jax_ring_chunk_decode"] = Capsule(JaxRingChunkDecode);

@@ -383,7 +383,8 @@ def _candidates(
         if name == "direct" and ranks > 64:
             continue  # As many bytes and steps as the ring, in tables of ranks x ranks.
         yield name, name, make(name, kind, ranks)
-    if kind is Kind.ALL_REDUCE:
+    # Two ranks send no more in one step of recursive doubling.
+    if kind is Kind.ALL_REDUCE and ranks > 2:
         most = min(segments, 1 << (max(_MOST_CHUNKS // ranks, 1).bit_length() - 1))
         # To fit where the smallest messages do takes more rendezvous than it saves.
         sizes = [size for size, _ in link.spills[1:] or link.spills]

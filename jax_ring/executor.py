@@ -197,6 +197,8 @@ class _Execution:
         self.sent: Hands = {}
         # Whether what is stored next may go into new memory.
         self.renews = self.plan.renews and not comm.emulated
+        # What waits in hand to be stored.
+        self.waiting: list[tuple[Segment, Array | int]] = []
 
     # What subclasses say: how chunks are sent, reduced and stored. What a channel has in hand, for
     # a step to send or to add to, is theirs to define.
@@ -279,8 +281,14 @@ class _Execution:
     def keep(
         self, segments: list[tuple[Segment, Array | int]], buffer: Array, hands: Hands
     ) -> Array:
-        """Stores what is read again."""
+        """Stores what is read again, once the plan allows it."""
         storing = [(segment, t) for segment, t in segments if segment.traits.store]
+        segment, t = segments[0]
+        if isinstance(t, int):  # What a loop stores does not wait.
+            storing, self.waiting = self.waiting + storing, []
+            if segment.start + t < self.plan.stores_from:
+                self.waiting = storing
+                return buffer
         if not storing:
             return buffer
         # Ties each store to the permute after next: XLA:GPU otherwise puts all stores behind the
@@ -351,15 +359,30 @@ class _Execution:
             held = lax.fori_loop(0, count, lambda t, held: iterate(t, buffer, held)[1], start)
         return buffer, {**hands, **held}
 
+    def _follow(self, before: set[int], channels: set[int], buffer: Array, hands: Hands) -> None:
+        """Lets channels begin when others have ended."""
+        done = (buffer, [hands[channel] for channel in before])
+        if not before:
+            return
+        self.index = room.after(self.index, done)
+        for channel in channels:
+            hands[channel] = jax.tree.map(lambda part: room.after(part, done), hands[channel])
+
     def run(self, buffer: Array, held: Any, unroll: int) -> tuple[Array, Hands]:
         """All rounds; in the beginning every channel has the same in hand."""
         hands: Hands = dict.fromkeys(range(len(self.plan.channels)), held)
+        before: set[int] = set()
         for count, active in _spans(self.plan):
+            channels = {segment.first.channel for segment, _ in active}
+            if before.isdisjoint(channels):
+                self._follow(before, channels, buffer, hands)
+            before = channels
             if count > unroll and all(_alone(segment) for segment, _ in active):
                 buffer, hands = self._loop(active, count, buffer, hands)
                 continue
             for t in range(count):
                 buffer, hands = self.round(active, t, buffer, hands)
+        assert not self.waiting
         return buffer, hands
 
 

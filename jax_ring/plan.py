@@ -116,6 +116,8 @@ class Plan:
       result: the channel whose last step produces a reduce-scatter's result; None if it is in the
         buffer.
       in_turn: whether the channels of a round must store what they receive one after the other.
+      stores_from: the first round that stores. What is to be stored of the rounds before waits in
+        hand until then.
       partials_travel: whether any partial sum is ever sent.
       redundant: whether some sum is completed by more than one rank.
       renews: whether, once a step has stored, nothing but what steps stored is read from the
@@ -128,6 +130,7 @@ class Plan:
     widened: bool
     result: int | None
     in_turn: bool
+    stores_from: int
     partials_travel: bool
     redundant: bool
     renews: bool
@@ -160,6 +163,7 @@ def plan(schedule: Schedule) -> Plan:
     stores = _stores(schedule, rounds, hands, last is not None)
     sums = _follow(schedule, rounds)
     complete, raw = sums.complete, _in_whole_runs(schedule, sums.raw)
+    stores_from = _stores_from(schedule, rounds, hands, stores)
     widened = any(
         not complete[i] and (step.op is Op.COPY or stores[i]) for i, step in enumerate(steps)
     )
@@ -168,11 +172,12 @@ def plan(schedule: Schedule) -> Plan:
         widened=widened,
         result=None if last is None else last.channel,
         in_turn=hands.in_turn,
+        stores_from=stores_from,
         partials_travel=any(
             not raw[i] for i, step in enumerate(steps) if step.op is Op.REDUCE or not complete[i]
         ),
         redundant=sums.redundant,
-        renews=_renews(schedule, rounds, hands, stores),
+        renews=_renews(schedule, rounds, hands, stores, stores_from),
         reencodes=any(
             complete[i] and (hands.origins[i].source is Source.LOAD or sums.redundant)
             for i, step in enumerate(steps)
@@ -397,17 +402,41 @@ def _stores(schedule: Schedule, rounds: _Rounds, hands: _Hands, result_in_hand: 
     return stores
 
 
-def _renews(schedule: Schedule, rounds: _Rounds, hands: _Hands, stores: list[bool]) -> bool:
+def _stores_from(schedule: Schedule, rounds: _Rounds, hands: _Hands, stores: list[bool]) -> int:
+    """The last round that reads the buffer, if what is stored before can wait in hand; or 0."""
+    reads = [
+        [cells for i, step in moving if step.perm for cells in _reads(step, hands, i)]
+        for moving in rounds
+    ]
+    last = max((r for r, cells in enumerate(reads) if cells), default=0)
+    waits = np.zeros((schedule.ranks, schedule.chunks), bool)
+    waiting: set[int] = set()
+    for moving, cells in zip(rounds[: last + 1], reads, strict=False):
+        overtaken = not waiting.isdisjoint(step.channel for _, step in moving if step.perm)
+        if hands.in_turn or overtaken or any(waits[read].any() for read in cells):
+            return 0
+        for i, step in moving:
+            if step.perm and stores[i]:
+                waiting.add(step.channel)
+                waits[_at(step.targets, step.recv)] = True
+    return last
+
+
+def _renews(
+    schedule: Schedule, rounds: _Rounds, hands: _Hands, stores: list[bool], stores_from: int
+) -> bool:
     """Follows what each rank has stored, and what it reads from the first store on."""
     stored = np.zeros((schedule.ranks, schedule.chunks), bool)
-    for moving in rounds:
+    waiting: list[Step] = []
+    for r, moving in enumerate(rounds):
         reads = [cells for i, step in moving for cells in _reads(step, hands, i)]
         if stored.any() and not all(stored[cells].all() for cells in reads):
             return False
-        stores_now = [step for i, step in moving if stores[i]]
-        if stores_now and hands.in_turn:
+        waiting += [step for i, step in moving if stores[i]]
+        if waiting and hands.in_turn:
             return False
-        for step in stores_now:
+        while waiting and r >= stores_from:
+            step = waiting.pop()
             stored[_at(step.targets, step.recv)] = True
     return bool(stored.all())
 

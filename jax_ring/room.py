@@ -7,9 +7,10 @@ as passing the buffer through memory once more. Here the memory comes as it is.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import jax
+from jax import lax
 
 from jax_ring import _compat, native
 from jax_ring.layout import left_to_compiler
@@ -33,6 +34,24 @@ def in_place_of(buffer: Array, after: Any) -> Array:
     if left_to_compiler() > 1:
         return buffer
     result: Array = room_p.bind(buffer, *jax.tree.leaves(after))
+    return result
+
+
+def after(value: Array, done: Any) -> Array:
+    """A value that is there only when others are.
+
+    XLA:CPU forgets `lax.optimization_barrier` before it orders what it runs.
+
+    Args:
+      value: any array that is not read elsewhere later.
+      done: a pytree of arrays that are computed first.
+
+    Returns:
+      The value.
+    """
+    if left_to_compiler() > 1:
+        return value
+    result: Array = after_p.bind(value, *jax.tree.leaves(done))
     return result
 
 
@@ -66,4 +85,29 @@ room_p = _compat.local_primitive(
     native={"cpu": _call},
     wanted=_wanted,
     batch=_batch,
+)
+
+
+def _barrier(value: Array, *done: Array) -> Array:
+    return lax.optimization_barrier((value, done))[0]
+
+
+def _same(value: Array, *done: Array) -> Array:
+    out = _compat.varying_struct(value.shape, value.dtype, *map(jax.typeof, (value, *done)))
+    # It does nothing to the memory that it gets, which is the value's.
+    same = jax.ffi.ffi_call("jax_ring_after", out, input_output_aliases={0: 0})(value, *done)
+    return cast(Array, same)
+
+
+def _batch_after(values: Any, dims: Any) -> tuple[Any, Any]:
+    return after_p.bind(*values), dims[0]
+
+
+after_p = _compat.local_primitive(
+    "jax_ring_after",
+    result=_result,
+    body=_barrier,
+    native={"cpu": _same},
+    wanted=_wanted,
+    batch=_batch_after,
 )

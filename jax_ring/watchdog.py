@@ -35,6 +35,9 @@ from jax_ring import _compat, consistency, ending, last_words
 from jax_ring.heartbeats import Beat, Judge, Silence, Verdict
 
 EXIT_STATUS = 70  # EX_SOFTWARE of sysexits.h.
+# For how many timeouts one that failed looks for the cause. Where a machine is loaded, less than the
+# time that passes counts as silence, see `Silence`.
+_LOOKS = 4
 _BEATS = "jax_ring/watchdog/beats"
 _VERDICT = "jax_ring/watchdog/verdict"
 
@@ -337,7 +340,7 @@ class Watchdog:
 
     def _look_for_the_cause(self) -> None:
         """Waits until all have been heard of since the error, or `_watch` ends this process."""
-        limit = self._failed_at + 1.5 * self.timeout
+        limit = self._failed_at + _LOOKS * self.timeout
         while time.monotonic() < limit:
             verdict = self._verdict
             if verdict is not None:
@@ -348,7 +351,7 @@ class Watchdog:
                 self._said.add("cause")
                 _say(
                     f"process {self._own} failed ({self._error}); before it ends it looks, "
-                    f"for at most {1.5 * self.timeout:g} s, whether another process is missing"
+                    f"for at most {_LOOKS * self.timeout:g} s, whether another process is missing"
                 )
             time.sleep(self._interval / 2)
 

@@ -212,7 +212,8 @@ def test_segments_cost_no_copy_that_the_ring_does_not():
     hlo = compiled(f, sharded(mesh(4), P("x"), (4 * size,)), donate_argnums=0)
     assert len(hlo.permutes) > 6
     assert not hlo.copies_of(size)
-    assert hlo.memory.temp_size_in_bytes < 3 * (1 << 20) + 1000
+    # The finished chunks of a rank wait until nothing more is read: a quarter, and what moves.
+    assert hlo.memory.temp_size_in_bytes < size + 3 * (1 << 20)
 
 
 @pytest.mark.parametrize("groups", [[[0, 1], [2, 3]], [[0, 1, 2], [3]]])

@@ -17,6 +17,7 @@ from jax_ring.schedules import (
     Step,
     bidirectional_ring,
     direct,
+    double_binary_tree,
     ring,
     ring_all_gather,
     ring_reduce_scatter,
@@ -154,8 +155,17 @@ def test_what_custom_calls_can_work_on():
     one_or_all = [ring(8), bidirectional_ring(4), direct(4), recursive_doubling(8), relay(4)]
     assert all(map(suits_calls, [*one_or_all, ring_reduce_scatter(4), direct(5)]))
     assert not any(map(overwrites, one_or_all))
+    assert suits_calls(ring(8, segments=2))
+    assert suits_calls(ring(3, segments=2, channels=2))
     # Some chunks at once; all of them, but in another order; stores among what is still read.
     assert not suits_calls(halving_doubling(8))
     assert not suits_calls(swapped_in_reverse())
-    assert overwrites(ring(8, segments=2))
-    assert not suits_calls(ring(8, segments=2))
+    assert overwrites(double_binary_tree(5))
+    assert not suits_calls(double_binary_tree(5))
+
+
+def test_what_waits_until_nothing_more_is_read():
+    # The last reduction of the second segment reads in round 2 x 7 - 1.
+    state = plan(ring(8, segments=2))
+    assert (state.stores_from, state.renews) == (13, True)
+    assert plan(double_binary_tree(5)).stores_from == 0

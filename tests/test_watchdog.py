@@ -184,11 +184,11 @@ def test_an_error_that_may_be_anothers_waits_until_all_were_heard_of(job):
         assert ending.is_alive()
         assert not job.own_beat().state
         change(longest=0.0)
-        ending.join(30)  # Not the 90 s for which it would wait for one that is missing.
+        ending.join(30)  # Not the 240 s for which it would wait for one that is missing.
         assert not ending.is_alive()
     assert (job.own_beat().state, job.status) == ("failed", None)
     assert job.said == [
-        "process 1 failed (ValueError: bad key); before it ends it looks, for at most 90 s, "
+        "process 1 failed (ValueError: bad key); before it ends it looks, for at most 240 s, "
         "whether another process is missing"
     ]
 

@@ -95,8 +95,8 @@ def ring(
 
     Each chunk is summed by one rank and then copied, so all ranks end with the same bits.
 
-    With several segments the buffer is reduced one part after the other, in chunks so much smaller
-    that they may fit into a cache. With several channels it is divided among as many rings that do
+    With several segments the buffer is reduced one part after the other, and then gathered so, in
+    chunks so much smaller that they may fit into a cache. With several channels it is divided among as many rings that do
     not depend on each other: while one adds, another may send. They may visit the ranks in
     different orders, so that they use different links.
 
@@ -115,7 +115,7 @@ def ring(
 
     Returns:
       A schedule of kind ALL_REDUCE with n x segments x channels chunks; chunk j belongs to channel
-      j % channels.
+      j % (segments x channels), of which those of one segment move at once.
 
     Raises:
       ValueError: if n, segments or channels is less than 1, or orders are not one permutation of
@@ -145,7 +145,7 @@ def ring(
             f"channels, got {orders}"
         )
     parts = [
-        _ordered(half, orders, segment, segments) for segment in range(segments) for half in halves
+        _ordered(half, orders, segment, segments) for half in halves for segment in range(segments)
     ]
     return compose("ring", Kind.ALL_REDUCE, *parts)
 
@@ -162,9 +162,14 @@ def _ordered(
         for run in half.steps.runs:
             perm = sorted((order[s], order[d]) for s, d in run.first.perm)
             send, recv = (t[position] * stride + first for t in (run.first.send, run.first.recv))
-            step = Step(tuple(perm), send, recv, run.first.op, channel)
+            step = Step(tuple(perm), send, recv, run.first.op, first)
             runs.append(Run(step, run.count, run.advance * stride))
     chunks = half.chunks * stride
+    nothing = np.zeros((half.ranks, 1), np.int64)
+    active = {run.first.channel for run in runs}
+    for channel in range(stride):
+        if runs and channel not in active:
+            runs.append(Run(Step((), nothing, nothing, Op.COPY, channel), half.rounds))
     return Schedule(half.ranks, chunks, Steps(runs, chunks), half.kind, half.name)
 
 

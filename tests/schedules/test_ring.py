@@ -86,10 +86,13 @@ def test_segments_come_one_after_the_other(n):
     verify(schedule)
     assert schedule.rounds == 3 * 2 * (n - 1)
     assert schedule.chunks == n * 3 * 2
-    for i, moving in enumerate(schedule.by_round()):
-        segment = i // max(2 * (n - 1), 1)
-        for _, step in moving:
-            assert (step.send % 6 == segment * 2 + step.channel).all()
+    halves = [Op.REDUCE] * 3 + [Op.COPY] * 3
+    for i, steps in enumerate(schedule.by_round()):
+        moving = [step for _, step in steps if step.perm]
+        part = i // (n - 1)
+        assert [step.channel // 2 for step in moving] == [part % 3] * 2
+        assert all(step.op is halves[part] for step in moving)
+        assert all((step.send % 6 == step.channel).all() for step in moving)
 
 
 @pytest.mark.parametrize("n", range(1, 65))
