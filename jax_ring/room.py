@@ -7,7 +7,7 @@ as passing the buffer through memory once more. Here the memory comes as it is.
 
 from __future__ import annotations
 
-from typing import Any, cast
+from typing import Any
 
 import jax
 from jax import lax
@@ -89,14 +89,14 @@ room_p = _compat.local_primitive(
 
 
 def _barrier(value: Array, *done: Array) -> Array:
-    return lax.optimization_barrier((value, done))[0]
+    result: Array = lax.optimization_barrier((value, done))[0]
+    return result
 
 
 def _same(value: Array, *done: Array) -> Array:
     out = _compat.varying_struct(value.shape, value.dtype, *map(jax.typeof, (value, *done)))
     # It does nothing to the memory that it gets, which is the value's.
-    same = jax.ffi.ffi_call("jax_ring_after", out, input_output_aliases={0: 0})(value, *done)
-    return cast(Array, same)
+    return jax.ffi.ffi_call("jax_ring_after", out, input_output_aliases={0: 0})(value, *done)
 
 
 def _batch_after(values: Any, dims: Any) -> tuple[Any, Any]:

@@ -35,8 +35,8 @@ from jax_ring import _compat, consistency, ending, last_words
 from jax_ring.heartbeats import Beat, Judge, Silence, Verdict
 
 EXIT_STATUS = 70  # EX_SOFTWARE of sysexits.h.
-# For how many timeouts one that failed looks for the cause. Where a machine is loaded, less than the
-# time that passes counts as silence, see `Silence`.
+# For how many timeouts one that failed looks for the cause. On a loaded machine less than the time
+# that passes counts as silence, see `Silence`.
 _LOOKS = 4
 _BEATS = "jax_ring/watchdog/beats"
 _VERDICT = "jax_ring/watchdog/verdict"

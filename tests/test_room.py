@@ -108,6 +108,38 @@ def test_memory_is_taken_once_for_a_batch():
     assert text.count('custom_call_target="jax_ring_room"') == 1
 
 
+@built
+@pytest.mark.parametrize("donate", [True, False])
+def test_segments_share_the_memory_of_what_moves(donate):
+    size, m, parts = 1 << 16, mesh(N), 4
+    f = functools.partial(jax_ring.psum, axis_name="x", algorithm=schedules.ring(N, segments=parts))
+    g = jax.shard_map(f, mesh=m, in_specs=P("x"), out_specs=P("x"), check_vma=False)
+    hlo = compiled(g, sharded(m, P("x"), (N * size,)), donate_argnums=0 if donate else ())
+    assert hlo.copies_of(size) == {}
+    assert hlo.text.count('custom_call_target="jax_ring_room"') == 1
+    assert 'custom_call_target="jax_ring_after"' in hlo.text
+    # The finished chunk of each segment waits; of those that move there are only one segment's.
+    chunk = 4 * size // (N * parts)
+    assert hlo.memory.temp_size_in_bytes < (parts + 3) * chunk
+
+
+@built
+def test_after_works_in_place_only():
+    x = jnp.arange(4.0)
+    f = jax.jit(lambda v: jax.ffi.ffi_call("jax_ring_after", jax.typeof(x))(v, v))
+    with pytest.raises(jax.errors.JaxRuntimeError, match="result must alias its first operand"):
+        f(x).block_until_ready()
+
+
+@pytest.mark.parametrize("calls", [True, False])
+def test_after_is_the_value(calls):
+    x = integers((3, 4), np.float32)
+    with jax_ring.config(native=calls):
+        f = jax.jit(lambda v: room.after(v + 1, (v, [2 * v])))
+        np.testing.assert_array_equal(f(x), x + 1)
+        np.testing.assert_array_equal(jax.jit(jax.vmap(f))(x), x + 1)
+
+
 def test_elsewhere_it_is_the_buffer_itself():
     def f(x):
         return room.in_place_of(x, x + 1)

@@ -96,9 +96,9 @@ def ring(
     Each chunk is summed by one rank and then copied, so all ranks end with the same bits.
 
     With several segments the buffer is reduced one part after the other, and then gathered so, in
-    chunks so much smaller that they may fit into a cache. With several channels it is divided among as many rings that do
-    not depend on each other: while one adds, another may send. They may visit the ranks in
-    different orders, so that they use different links.
+    chunks so much smaller that they may fit into a cache. With several channels it is divided among
+    as many rings that do not depend on each other: while one adds, another may send. They may visit
+    the ranks in different orders, so that they use different links.
 
     Cost: 2(n-1) steps, 2(n-1)/n of the buffer sent by each rank: the least possible number of
     bytes, at a latency that grows with n. Segments take as many times the steps, and send as many
