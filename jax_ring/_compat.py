@@ -1,6 +1,6 @@
 """The only module that touches private JAX names.
 
-Checked on jax 0.10.2 and 0.12.0.1. What each is for:
+Checked on jax 0.10.2 and 0.12.1. What each is for:
 
 - `config._check_vma`: whether the surrounding `shard_map` checks varying types.
 - `config.auto_pcast`: whether an invarying operand may be cast to varying silently.
@@ -154,6 +154,25 @@ class Lowering:
     traceback: Any
 
 
+class _Collective(Primitive):
+    """From jax 0.12.1 on unreduced values become varying ones before a program is lowered."""
+
+    def is_high(self, *avals: Any, **_: Any) -> bool:
+        return any(getattr(aval, "is_high", False) for aval in avals)
+
+    def to_lojax(self, *values: Any, **params: Any) -> Any:
+        avals = [jax.typeof(value) for value in values]
+        types, _ = self.abstract_eval(*avals, **params)
+        lowered = [aval.lower_val(x)[0] for aval, x in zip(avals, values, strict=True)]
+        if "dimension" in params:
+            # One for each explicit axis over which the value is unreduced comes first.
+            params["dimension"] += len(avals[0].sharding.spec.unreduced)
+        results = self.bind(*lowered, **params)
+        if not self.multiple_results:
+            return types.raise_val(results)
+        return [aval.raise_val(y) for aval, y in zip(types, results, strict=True)]
+
+
 def collective_primitive(
     name: str,
     *,
@@ -183,7 +202,7 @@ def collective_primitive(
       The primitive.
     """
     body, batch = _with_casts(body), _with_casts(batch)
-    primitive = Primitive(name)
+    primitive = _Collective(name)
     primitive.multiple_results = multiple_results
     primitive.def_impl(functools.partial(_APPLY_PRIMITIVE, primitive))
     primitive.def_effectful_abstract_eval(abstract_eval)
@@ -298,7 +317,7 @@ def _as_varying(aval: Aval) -> Aval:
 def mesh_inside(eqn: JaxprEqn) -> Any:
     """The abstract mesh in force in the body of a `shard_map`, from its equation in a jaxpr.
 
-    The names of the parameters are JAX's own business; checked on jax 0.10.2 and 0.12.0.1.
+    The names of the parameters are JAX's own business; checked on jax 0.10.2 and 0.12.1.
     """
     manual = dict.fromkeys(eqn.params["newly_manual_axes"], AxisType.Manual)
     return eqn.params["mesh"].abstract_mesh.update_axis_types(manual)
@@ -307,7 +326,7 @@ def mesh_inside(eqn: JaxprEqn) -> Any:
 def platform() -> str:
     """The platform of the mesh that is in force, else JAX's default one.
 
-    An abstract mesh made from devices knows their platform (jax 0.10.2 to 0.12.0.1), one made by
+    An abstract mesh made from devices knows their platform (jax 0.10.2 to 0.12.1), one made by
     hand does not.
     """
     device = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)
