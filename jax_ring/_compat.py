@@ -32,7 +32,7 @@ from jax.interpreters import ad, batching, mlir
 from jax.sharding import AxisType
 
 OLDEST_JAX = "0.10.2"
-NEWEST_CHECKED_JAX = "0.12.0.1"
+NEWEST_CHECKED_JAX = "0.12.1"
 
 try:
     from jax._src import config as _config
@@ -161,13 +161,14 @@ class _Collective(Primitive):
         return any(getattr(aval, "is_high", False) for aval in avals)
 
     def to_lojax(self, *values: Any, **params: Any) -> Any:
+        untyped: Any = self
         avals = [jax.typeof(value) for value in values]
-        types, _ = self.abstract_eval(*avals, **params)
+        types, _ = untyped.abstract_eval(*avals, **params)
         lowered = [aval.lower_val(x)[0] for aval, x in zip(avals, values, strict=True)]
         if "dimension" in params:
             # One for each explicit axis over which the value is unreduced comes first.
             params["dimension"] += len(avals[0].sharding.spec.unreduced)
-        results = self.bind(*lowered, **params)
+        results = untyped.bind(*lowered, **params)
         if not self.multiple_results:
             return types.raise_val(results)
         return [aval.raise_val(y) for aval, y in zip(types, results, strict=True)]
@@ -202,7 +203,8 @@ def collective_primitive(
       The primitive.
     """
     body, batch = _with_casts(body), _with_casts(batch)
-    primitive = _Collective(name)
+    made = _Collective(name)
+    primitive: Any = made
     primitive.multiple_results = multiple_results
     primitive.def_impl(functools.partial(_APPLY_PRIMITIVE, primitive))
     primitive.def_effectful_abstract_eval(abstract_eval)
@@ -223,7 +225,7 @@ def collective_primitive(
     if jvp is not None:
         ad.primitive_jvps[primitive] = _with_casts(jvp)
     _BATCHERS[primitive] = batch
-    return primitive
+    return made
 
 
 def local_primitive(
