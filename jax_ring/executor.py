@@ -284,11 +284,18 @@ class _Execution:
         """Stores what is read again, once the plan allows it."""
         storing = [(segment, t) for segment, t in segments if segment.traits.store]
         segment, t = segments[0]
-        if isinstance(t, int):  # What a loop stores does not wait.
-            storing, self.waiting = self.waiting + storing, []
-            if segment.start + t < self.plan.stores_from:
-                self.waiting = storing
-                return buffer
+        if not isinstance(t, int):  # What a loop stores does not wait.
+            return self._store(storing, buffer, hands)
+        self.waiting += storing
+        return buffer if segment.start + t < self.plan.stores_from else self._flush(buffer, hands)
+
+    def _flush(self, buffer: Array, hands: Hands) -> Array:
+        storing, self.waiting = self.waiting, []
+        return self._store(storing, buffer, hands)
+
+    def _store(
+        self, storing: list[tuple[Segment, Array | int]], buffer: Array, hands: Hands
+    ) -> Array:
         if not storing:
             return buffer
         # Ties each store to the permute after next: XLA:GPU otherwise puts all stores behind the
@@ -362,8 +369,6 @@ class _Execution:
     def _follow(self, before: set[int], channels: set[int], buffer: Array, hands: Hands) -> None:
         """Lets channels begin when others have ended."""
         done = (buffer, [hands[channel] for channel in before])
-        if not before:
-            return
         self.index = room.after(self.index, done)
         for channel in channels:
             hands[channel] = jax.tree.map(lambda part: room.after(part, done), hands[channel])
@@ -374,7 +379,10 @@ class _Execution:
         before: set[int] = set()
         for count, active in _spans(self.plan):
             channels = {segment.first.channel for segment, _ in active}
-            if before.isdisjoint(channels):
+            segment, done = active[0]
+            if segment.start + done > self.plan.stores_from:
+                buffer = self._flush(buffer, hands)
+            if before and before.isdisjoint(channels):
                 self._follow(before, channels, buffer, hands)
             before = channels
             if count > unroll and all(_alone(segment) for segment, _ in active):
@@ -382,8 +390,7 @@ class _Execution:
                 continue
             for t in range(count):
                 buffer, hands = self.round(active, t, buffer, hands)
-        assert not self.waiting
-        return buffer, hands
+        return self._flush(buffer, hands), hands
 
 
 def _alone(segment: Segment) -> bool:

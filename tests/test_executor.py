@@ -21,14 +21,10 @@ from jax.sharding import PartitionSpec as P
 
 import jax_ring
 from jax_ring import executor, native
-from jax_ring.schedules import (
-    Kind,
-    Op,
-    Schedule,
-    Step,
-    verify,
-)
+from jax_ring.plan import plan
+from jax_ring.schedules import Kind, Op, Schedule, Step, verify
 from jax_ring.schedules.families import make, names
+from jax_ring.schedules.schedule import Run, Steps
 
 N = 8
 
@@ -327,6 +323,40 @@ def test_messages_of_chunks_that_are_not_neighbours(n):
     x = integers((n, 3), np.float32, high=99)
     out = per_rank(lambda v: jax_ring.all_gather(v, "x", algorithm=schedule), n, x)
     assert (np.asarray(out) == x).all()
+
+
+def reads_last_in_a_loop(n):
+    """A ring for the even chunks beside recursive doubling, and one copy too many, for the odd."""
+    ranks = np.arange(n)
+    around = tuple((r, (r + 1) % n) for r in range(n))
+    nothing, early = np.zeros((n, 1), np.int64), np.full((n, 1), 2 * n - 2)
+    odd = np.tile(np.arange(1, 2 * n, 2), (n, 1))
+
+    def even(r):
+        return (2 * r % (2 * n))[:, None]
+
+    runs = [
+        Run(Step(around, even(ranks - 1), even(ranks - 2), Op.REDUCE, 0), n - 1, -2),
+        Run(Step(around, even(ranks), even(ranks - 1), Op.COPY, 0), n, -2),
+        *(
+            Run(Step(tuple((r, r ^ bit) for r in range(n)), odd, odd, Op.REDUCE, 1), 1)
+            for bit in (1 << i for i in range(n.bit_length() - 1))
+        ),
+        Run(Step((), nothing, nothing, Op.COPY, 2), 1),
+        Run(Step(((1, 0),), early, early, Op.COPY, 2), 1),
+    ]
+    return Schedule(n, 2 * n, Steps(runs, 2 * n), Kind.ALL_REDUCE, "reads_last_in_a_loop")
+
+
+@pytest.mark.parametrize("unroll", [1, 32])
+def test_what_waits_to_be_stored_is_stored_after_the_loop_that_reads_last(unroll):
+    schedule = reads_last_in_a_loop(N)
+    verify(schedule)
+    assert plan(schedule).stores_from == 6
+    x = integers((N, 4 * N), np.float32)
+    with jax_ring.config(unroll=unroll):
+        out = per_rank(lambda v: jax_ring.psum(v, "x", algorithm=schedule), N, x)
+    assert (np.asarray(out) == x.sum(0)).all()
 
 
 def test_all_chunks_at_once_in_another_order():
