@@ -427,16 +427,15 @@ def _renews(
 ) -> bool:
     """Follows what each rank has stored, and what it reads from the first store on."""
     stored = np.zeros((schedule.ranks, schedule.chunks), bool)
-    waiting: list[Step] = []
     for r, moving in enumerate(rounds):
         reads = [cells for i, step in moving for cells in _reads(step, hands, i)]
-        if stored.any() and not all(stored[cells].all() for cells in reads):
+        # Until `stores_from` what was stored waits in hand.
+        if r > stores_from and stored.any() and not all(stored[cells].all() for cells in reads):
             return False
-        waiting += [step for i, step in moving if stores[i]]
-        if waiting and hands.in_turn:
+        stores_now = [step for i, step in moving if stores[i]]
+        if stores_now and hands.in_turn:
             return False
-        while waiting and r >= stores_from:
-            step = waiting.pop()
+        for step in stores_now:
             stored[_at(step.targets, step.recv)] = True
     return bool(stored.all())
 
