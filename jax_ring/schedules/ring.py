@@ -7,7 +7,17 @@ import math
 
 import numpy as np
 
-from jax_ring.schedules.schedule import Kind, Op, Run, Schedule, Step, Steps, compose, rotation
+from jax_ring.schedules.schedule import (
+    Kind,
+    Op,
+    Run,
+    Schedule,
+    Step,
+    Steps,
+    compose,
+    filled,
+    rotation,
+)
 
 
 def _half(n: int, kind: Kind, name: str, ways: tuple[tuple[int, int], ...]) -> Schedule:
@@ -156,21 +166,16 @@ def _ordered(
     """A half of a segment's rings: one for each order, in chunks a stride apart."""
     stride = segments * len(orders)
     runs = []
-    for channel, order in enumerate(orders):
+    for channel, order in enumerate(orders, start=segment * len(orders)):
         position = np.argsort(order)
-        first = segment * len(orders) + channel
         for run in half.steps.runs:
             perm = sorted((order[s], order[d]) for s, d in run.first.perm)
-            send, recv = (t[position] * stride + first for t in (run.first.send, run.first.recv))
-            step = Step(tuple(perm), send, recv, run.first.op, first)
+            send, recv = (t[position] * stride + channel for t in (run.first.send, run.first.recv))
+            step = Step(tuple(perm), send, recv, run.first.op, channel)
             runs.append(Run(step, run.count, run.advance * stride))
     chunks = half.chunks * stride
-    nothing = np.zeros((half.ranks, 1), np.int64)
-    active = {run.first.channel for run in runs}
-    for channel in range(stride):
-        if runs and channel not in active:
-            runs.append(Run(Step((), nothing, nothing, Op.COPY, channel), half.rounds))
-    return Schedule(half.ranks, chunks, Steps(runs, chunks), half.kind, half.name)
+    steps = Steps(list(filled(runs, half.ranks, half.rounds, stride)), chunks)
+    return Schedule(half.ranks, chunks, steps, half.kind, half.name)
 
 
 def torus_orders(rows: int, columns: int) -> tuple[tuple[int, ...], tuple[int, ...]]:

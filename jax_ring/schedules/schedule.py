@@ -451,18 +451,19 @@ def compose(name: str, kind: Kind, *parts: Schedule) -> Schedule:
         if (part.ranks, part.chunks) != (first.ranks, first.chunks):
             raise ScheduleError(f"cannot compose {first!r} with {part!r}: ranks or chunks differ")
     channels = max(part.channels for part in parts)
-    items = [item for part in parts for item in _filled(part, channels)]
+    items = [
+        run for part in parts for run in filled(part.steps.runs, part.ranks, part.rounds, channels)
+    ]
     return Schedule(first.ranks, first.chunks, Steps(items, first.chunks), kind, name)
 
 
-def _filled(part: Schedule, channels: int) -> Iterator[Run]:
-    """The runs of a schedule, all its channels made as long as the longest."""
-    yield from part.steps.runs
+def filled(runs: Sequence[Run], ranks: int, rounds: int, channels: int) -> Iterator[Run]:
+    """The runs, and others that send nothing, so that every channel takes so many rounds."""
+    yield from runs
+    nothing = np.zeros((ranks, 1), np.int64)
     for channel in range(channels):
-        runs = [run for run in part.steps.runs if run.first.channel == channel]
-        lacking = part.rounds - sum(run.count for run in runs)
+        lacking = rounds - sum(run.count for run in runs if run.first.channel == channel)
         if lacking:
-            nothing = np.zeros((part.ranks, 1), np.int64)
             yield Run(Step((), nothing, nothing, Op.COPY, channel), lacking)
 
 
