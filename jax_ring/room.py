@@ -7,10 +7,12 @@ as passing the buffer through memory once more. Here the memory comes as it is.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
 from jax import lax
+from jax.extend.core import Primitive
 
 from jax_ring import _compat, native
 from jax_ring.layout import left_to_compiler
@@ -18,7 +20,7 @@ from jax_ring.layout import left_to_compiler
 Array = jax.Array
 
 
-def in_place_of(buffer: Array, after: Any) -> Array:
+def in_place_of(buffer: Array, done: Any) -> Array:
     """Memory of the shape and type of a buffer that nobody reads any more.
 
     Where there is a native handler, a new array whose elements are undefined: all must be written
@@ -26,15 +28,12 @@ def in_place_of(buffer: Array, after: Any) -> Array:
 
     Args:
       buffer: any array.
-      after: a pytree of arrays that are computed first; all reads of the buffer must lead to them.
+      done: a pytree of arrays that are computed first; all reads of the buffer must lead to them.
 
     Returns:
       The array.
     """
-    if left_to_compiler() > 1:
-        return buffer
-    result: Array = room_p.bind(buffer, *jax.tree.leaves(after))
-    return result
+    return _bound(room_p, buffer, done)
 
 
 def after(value: Array, done: Any) -> Array:
@@ -49,43 +48,40 @@ def after(value: Array, done: Any) -> Array:
     Returns:
       The value.
     """
+    return _bound(after_p, value, done)
+
+
+def _bound(primitive: Primitive, value: Array, done: Any) -> Array:
     if left_to_compiler() > 1:
         return value
-    result: Array = after_p.bind(value, *jax.tree.leaves(done))
+    result: Array = primitive.bind(value, *jax.tree.leaves(done))
     return result
 
 
-def _result(buffer: Any, *_: Any) -> tuple[tuple[int, ...], Any]:
-    return buffer.shape, buffer.dtype
+def _primitive(name: str, body: Callable[..., Array], call: Callable[..., Array]) -> Primitive:
+    """Of a value and of what is computed first: the result is as the value, also when mapped."""
+    primitive = _compat.local_primitive(
+        name,
+        result=lambda value, *_: (value.shape, value.dtype),
+        body=body,
+        native={"cpu": call},
+        wanted=lambda platform, *_: platform in native.platforms(),
+        batch=lambda values, dims: (primitive.bind(*values), dims[0]),
+    )
+    return primitive
+
+
+def _struct(value: Array, done: tuple[Array, ...]) -> jax.ShapeDtypeStruct:
+    return _compat.varying_struct(value.shape, value.dtype, *map(jax.typeof, (value, *done)))
 
 
 def _buffer(buffer: Array, *_: Array) -> Array:
     return buffer
 
 
-def _call(buffer: Array, *after: Array) -> Array:
-    out = _compat.varying_struct(buffer.shape, buffer.dtype, *map(jax.typeof, (buffer, *after)))
-    made: Array = jax.ffi.ffi_call("jax_ring_room", out)(*after)
+def _room(buffer: Array, *done: Array) -> Array:
+    made: Array = jax.ffi.ffi_call("jax_ring_room", _struct(buffer, done))(*done)
     return made
-
-
-def _wanted(platform: str, *_: Any) -> bool:
-    return platform in native.platforms()
-
-
-def _batch(values: Any, dims: Any) -> tuple[Any, Any]:
-    """What comes before may be mapped or not: the memory is as the buffer."""
-    return room_p.bind(*values), dims[0]
-
-
-room_p = _compat.local_primitive(
-    "jax_ring_room",
-    result=_result,
-    body=_buffer,
-    native={"cpu": _call},
-    wanted=_wanted,
-    batch=_batch,
-)
 
 
 def _barrier(value: Array, *done: Array) -> Array:
@@ -94,20 +90,11 @@ def _barrier(value: Array, *done: Array) -> Array:
 
 
 def _same(value: Array, *done: Array) -> Array:
-    out = _compat.varying_struct(value.shape, value.dtype, *map(jax.typeof, (value, *done)))
     # It does nothing to the memory that it gets, which is the value's.
-    return jax.ffi.ffi_call("jax_ring_after", out, input_output_aliases={0: 0})(value, *done)
+    call = jax.ffi.ffi_call("jax_ring_after", _struct(value, done), input_output_aliases={0: 0})
+    same: Array = call(value, *done)
+    return same
 
 
-def _batch_after(values: Any, dims: Any) -> tuple[Any, Any]:
-    return after_p.bind(*values), dims[0]
-
-
-after_p = _compat.local_primitive(
-    "jax_ring_after",
-    result=_result,
-    body=_barrier,
-    native={"cpu": _same},
-    wanted=_wanted,
-    batch=_batch_after,
-)
+room_p = _primitive("jax_ring_room", _buffer, _room)
+after_p = _primitive("jax_ring_after", _barrier, _same)
