@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,6 +23,7 @@ class Beat:
       late: whether it has begun no step for the timeout.
       stuck: whether, besides, it has been waiting for the same result for half of that.
       error: with which it left the with statement, or "".
+      failure: which of the errors of that process it is, from 1; 0 for none.
       state: "" as long as it is watched; "left" after the with statement; "failed" when an error
         ends the process; "ended" when the process ends, and something has caught the error.
     """
@@ -33,6 +34,7 @@ class Beat:
     late: bool = False
     stuck: bool = False
     error: str = ""
+    failure: int = 0
     state: str = ""
 
 
@@ -44,25 +46,29 @@ class Verdict:
       own: the heartbeat of process 0.
       end: why all have to end, or "".
       culprit: the process because of which, or -1.
-      longest: for how many seconds a process that is watched has not been heard of, at most.
+      answered: processes, and which of their errors: since each of these all that are watched have
+        been heard of.
       behind: the process in the lowest step, and that step.
       absent: the processes that are not in the with statement.
       notes: what all should say, once each.
+      last: whether none follows.
     """
 
     own: Beat
     end: str = ""
     culprit: int = -1
-    longest: float = 0.0
+    answered: tuple[tuple[int, int], ...] = ()
     behind: tuple[int, int] = (0, 0)
     absent: tuple[int, ...] = ()
     notes: tuple[str, ...] = ()
+    last: bool = False
 
     @classmethod
     def read(cls, text: str) -> Verdict:
         """From its fields in JSON."""
         fields = json.loads(text)
-        return cls(**fields | {"own": Beat(**fields["own"])})
+        answered = tuple((process, failure) for process, failure in fields["answered"])
+        return cls(**fields | {"own": Beat(**fields["own"]), "answered": answered})
 
 
 class Silence:
@@ -76,8 +82,9 @@ class Silence:
         """Starts at zero."""
         self._most, self._clock = most, clock
         self._last: object = None
-        self._looked = self._heard = clock()
+        self._looked = clock()
         self.seconds = 0.0
+        self.changes = 0
 
     def look(self, heard: object) -> float:
         """Whatever changes is a sign of life. Returns the seconds without one."""
@@ -86,12 +93,8 @@ class Silence:
         if heard == self._last:
             self.seconds += waited
         else:
-            self.seconds, self._last, self._heard = 0.0, heard, now
+            self.seconds, self._last, self.changes = 0.0, heard, self.changes + 1
         return self.seconds
-
-    def since(self) -> float:
-        """The seconds since the last sign of life was seen, whoever stood still."""
-        return self._clock() - self._heard
 
 
 class Judge:
@@ -103,6 +106,8 @@ class Judge:
         """Of `processes` processes, of which none may be silent for `timeout` seconds."""
         self._timeout = timeout
         self._silences = [Silence(timeout / 4, clock) for _ in range(processes)]
+        # Of each error of a process, how often each had changed when it was told.
+        self._told: dict[tuple[int, int], dict[int, int]] = {}
         self._notes: list[str] = []
         self._end = ""
 
@@ -133,11 +138,25 @@ class Judge:
             own=beats[0],
             end=f"{_who(culprit, beats[culprit])} {why}" if why else self._end,
             culprit=culprit,
-            longest=max((self._silences[i].since() for i in silent), default=0.0),
+            answered=tuple(self._answered(beats, watched)),
             behind=(behind, beats[behind].step),
             absent=tuple(i for i in range(len(self._silences)) if i not in inside),
             notes=tuple(self._notes),
         )
+
+    def _answered(
+        self, beats: Mapping[int, Beat], watched: Mapping[int, Beat]
+    ) -> Iterator[tuple[int, int]]:
+        """The errors since which all have been heard of.
+
+        A heartbeat that is new since may have been made before. The second is made after the first
+        was written.
+        """
+        changes = {i: self._silences[i].changes for i in watched}
+        for failed in ((i, beat.failure) for i, beat in beats.items() if beat.failure):
+            told = self._told.setdefault(failed, changes)
+            if all(changes[i] >= told[i] + 2 for i in told if i in changes):
+                yield failed
 
     def _culprit(self, beats: Mapping[int, Beat], silent: Mapping[int, float]) -> tuple[int, str]:
         """Who is missing, and how; or -1."""

@@ -15,6 +15,7 @@ import atexit
 import contextlib
 import dataclasses
 import functools
+import itertools
 import json
 import operator
 import os
@@ -35,9 +36,6 @@ from jax_ring import _compat, consistency, ending, last_words
 from jax_ring.heartbeats import Beat, Judge, Silence, Verdict
 
 EXIT_STATUS = 70  # EX_SOFTWARE of sysexits.h.
-# For how many timeouts one that failed looks for the cause. On a loaded machine less than the time
-# that passes counts as silence, see `Silence`.
-_LOOKS = 4
 _BEATS = "jax_ring/watchdog/beats"
 _VERDICT = "jax_ring/watchdog/verdict"
 
@@ -54,7 +52,6 @@ class Watchdog:
         self._step, self._advanced = 0, time.monotonic()
         self._beats: dict[int, Beat] = {}  # In process 0, those of all.
         self._verdict: Verdict | None = None
-        self._judged = 0.0  # When that was news.
         self._rounds, self._heard = 0, 0  # Begun, and those that the store answered.
         # Where half of the timeout is over: results that are not there, and where its thread is.
         self._awaited: list[weakref.ref[jax.Array]] | None = None
@@ -62,7 +59,7 @@ class Watchdog:
         self._compared = 0.0
         self._told: int | None = None
         self._said: set[str] = set()
-        self._error, self._failed_at = "", 0.0
+        self._error, self._failure = "", 0
         self._may_be_anothers = self._exits = False
         self._state = ""
         self._stop = threading.Event()
@@ -122,7 +119,7 @@ class Watchdog:
         if error is not None and not _only_leaves(error):
             # Not itself: its traceback would keep arrays alive.
             self._error = ": ".join(filter(None, (type(error).__name__, str(error))))[:500]
-            self._failed_at = time.monotonic()
+            self._failure = next(_failures)
             self._exits = isinstance(error, SystemExit)
             # A collective fails when a peer ends: with a RuntimeError, or some with a ValueError.
             self._may_be_anothers = isinstance(error, (RuntimeError, ValueError))
@@ -150,7 +147,7 @@ class Watchdog:
             self._state = "left"
             self._stop.set()
             with contextlib.suppress(Exception):
-                self._write(Verdict(self._beat()))
+                self._write(Verdict(self._beat(), last=True))
 
     def _exchange(self) -> None:
         """Writes and reads. It may hang where process 0 does, which `_watch` sees."""
@@ -175,11 +172,10 @@ class Watchdog:
             told = self._client.key_value_dir_get(_BEATS)
             beats = {int(key.rpartition("/")[2]): Beat(**json.loads(text)) for key, text in told}
             self._beats = beats | {0: own}
-            verdict = self._judge.judge(self._beats)
+            judged = self._judge.judge(self._beats)
+            verdict = dataclasses.replace(judged, last=self._stop.is_set())
             self._write(verdict)
-        if self._verdict is None or verdict is None or verdict.own.beat != self._verdict.own.beat:
-            self._verdict, self._judged = verdict, time.monotonic()
-        self._heard = self._rounds
+        self._verdict, self._heard = verdict, self._rounds
 
     def _write(self, verdict: Verdict) -> None:
         """As process 0 the verdict, else one's own heartbeat."""
@@ -205,6 +201,7 @@ class Watchdog:
             late=late,
             stuck=late and self._waits(),
             error=self._error,
+            failure=self._failure,
             state=self._state,
         )
 
@@ -340,20 +337,18 @@ class Watchdog:
 
     def _look_for_the_cause(self) -> None:
         """Waits until all have been heard of since the error, or `_watch` ends this process."""
-        limit = self._failed_at + _LOOKS * self.timeout
-        while time.monotonic() < limit:
+        while not self._stop.wait(self._interval / 2):
             verdict = self._verdict
-            if verdict is not None:
-                heard = self._judged - verdict.longest - 3 * self._interval
-                if heard > self._failed_at:
-                    return
+            if verdict is not None and (
+                (self._own, self._failure) in verdict.answered or verdict.last
+            ):
+                return
             if "cause" not in self._said:
                 self._said.add("cause")
                 _say(
-                    f"process {self._own} failed ({self._error}); before it ends it looks, "
-                    f"for at most {_LOOKS * self.timeout:g} s, whether another process is missing"
+                    f"process {self._own} failed ({self._error}); before it ends it looks "
+                    "whether another process is missing"
                 )
-            time.sleep(self._interval / 2)
 
     def _finish(self) -> None:
         """Writes what is last, and ends the threads and the child process."""
@@ -376,6 +371,7 @@ class Watchdog:
         os._exit(EXIT_STATUS)
 
 
+_failures = itertools.count(1)
 # The one that began last, which may have been left, but not have ended.
 _current: Watchdog | None = None
 

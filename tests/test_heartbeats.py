@@ -47,7 +47,7 @@ def judged(clock, rounds, processes=3, timeout=4.0):
 def test_who_is_silent_is_missing(clock):
     verdict = judged(clock, [lambda n: {0: beat(n), 1: beat(n), 2: beat(min(n, 3))}] * 9)
     assert verdict.end == "process 2 (host, pid 1) gave no sign of life for 5.0 s, last in step 7"
-    assert (verdict.culprit, verdict.longest) == (2, 5.0)
+    assert verdict.culprit == 2
 
 
 @pytest.mark.parametrize(
@@ -77,7 +77,37 @@ def test_this_process_stood_still(clock):
     for clock.now in (1.0, 2.0, 60.0, 61.0):
         verdict = judge.judge({0: beat(clock.now), 1: beat(1)})
         assert not verdict.end
-    assert verdict.longest == 60.0  # And yet nobody can say that it lives.
+
+
+def test_an_error_is_answered_when_all_were_heard_of_since(clock):
+    """By the second heartbeat that is news: the first may have been made before the error."""
+    judge = Judge(4, 4.0, clock)
+    failed = beat(error="KeyError: 1", failure=5)
+    # Process 2 is slow, process 3 leaves.
+    rounds = [
+        (beat(1), beat(1), beat(1), beat(1), ()),
+        (beat(2), failed, beat(1), beat(2), ()),
+        (beat(3), dataclasses.replace(failed, beat=2), beat(2), beat(2), ()),
+        (beat(4), dataclasses.replace(failed, beat=3), beat(2), beat(2, state="left"), ()),
+        (beat(5), dataclasses.replace(failed, beat=4), beat(3), beat(2, state="left"), ((1, 5),)),
+        # It goes on, and fails again.
+        (beat(6), beat(1), beat(4), beat(2, state="left"), ()),
+        (beat(7), beat(2, error="KeyError: 1", failure=6), beat(5), beat(1), ()),
+    ]
+    for *beats, answered in rounds:
+        verdict = judge.judge(dict(enumerate(beats)))
+        assert verdict.answered == answered
+        assert Verdict.read(json.dumps(dataclasses.asdict(verdict))).answered == answered
+
+
+def test_an_error_is_not_answered_while_one_is_silent(clock):
+    def beats(n):
+        return {0: beat(n), 1: beat(n, error="KeyError: 1", failure=1), 2: beat(1)}
+
+    for rounds in range(1, 5):
+        assert judged(clock, [beats] * rounds).answered == ()
+    verdict = judged(clock, [beats] * 9)
+    assert (verdict.answered, verdict.culprit) == ((), 2)
 
 
 @pytest.mark.parametrize("culprit", [0, 1])

@@ -82,8 +82,9 @@ class Job:
         thread.join()
 
     def end(self, status):
-        """In place of os._exit: the thread does nothing more."""
+        """In place of os._exit: the threads of the watchdog do nothing more."""
         self.status = status
+        watchdog._current._stop.set()
         self.ended.set()
         self.over.wait(30)
 
@@ -137,6 +138,7 @@ def test_who_leaves_is_told_of_as_such(job, process, error):
         job.own_beat() if process else Verdict.read(job.store.values[f"{watchdog._VERDICT}/0"]).own
     )
     assert (own.state, own.error, job.said, job.status) == ("left", "", [], None)
+    assert process or Verdict.read(job.store.values[f"{watchdog._VERDICT}/0"]).last
 
 
 def left_by(job, error, *, uncaught):
@@ -171,26 +173,39 @@ def test_an_error_that_is_caught_is_none(job):
     assert job.said == []
 
 
-def test_an_error_that_may_be_anothers_waits_until_all_were_heard_of(job):
+@pytest.mark.parametrize("judged", ["answered", "last"])
+def test_an_error_that_may_be_anothers_waits_until_all_were_heard_of(job, judged):
     dog = job.watchdog(1, 60.0)
     dog._interval = 0.05
-    with job.other(0, longest=1000.0) as change:
+    with job.other(0) as change:
         with contextlib.suppress(ValueError), dog:
             raise ValueError("bad key")
+        change(answered=[(1, dog._failure - 1), (0, dog._failure)])
         job.monkeypatch.setattr(sys, "last_value", ValueError(), raising=False)
         ending = threading.Thread(target=watchdog.conclude)
         ending.start()
         ending.join(0.5)
         assert ending.is_alive()
         assert not job.own_beat().state
-        change(longest=0.0)
-        ending.join(30)  # Not the 240 s for which it would wait for one that is missing.
+        change(**{"answered": {"answered": [(1, dog._failure)]}, "last": {"last": True}}[judged])
+        ending.join(30)
         assert not ending.is_alive()
     assert (job.own_beat().state, job.status) == ("failed", None)
     assert job.said == [
-        "process 1 failed (ValueError: bad key); before it ends it looks, for at most 240 s, "
-        "whether another process is missing"
+        "process 1 failed (ValueError: bad key); before it ends it looks whether another process "
+        "is missing"
     ]
+
+
+def test_process_0_looks_too(job):
+    with contextlib.suppress(RuntimeError), job.watchdog(0):
+        with job.other(1):
+            time.sleep(0.3)
+        raise RuntimeError("connection closed")
+    job.monkeypatch.setattr(sys, "last_value", RuntimeError(), raising=False)
+    watchdog.conclude()
+    assert job.status == watchdog.EXIT_STATUS
+    assert "process 1 (there) gave no sign of life" in job.said[-1]
 
 
 def test_an_error_of_a_collective_ends_with_who_is_missing(job):
@@ -235,13 +250,11 @@ def test_nobody_is_missing_when_jax_distributed_was_shut_down(job):
 def test_a_process_that_stood_still_blames_nobody(job):
     with job.other(0), job.watchdog(1) as dog:
         time.sleep(0.3)
-        stood = itertools.count()
-        clock = time.monotonic
-        # Ten seconds pass from one look to the next.
-        job.monkeypatch.setattr(
-            watchdog.time, "monotonic", lambda: clock() + (10.0 if next(stood) > 20 else 0.0)
-        )
+        clock, stood = time.monotonic, [0.0]
+        job.monkeypatch.setattr(watchdog.time, "monotonic", lambda: clock() + stood[0])
         dog.step(3)
+        time.sleep(0.3)
+        stood[0] = 10.0
         assert not job.ended.wait(0.7)
     assert any("process 1 stood still for 10." in said for said in job.said)
     assert not any("sign of life" in said for said in job.said)
